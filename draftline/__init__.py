@@ -1,0 +1,3 @@
+"""draftline trains block-diffusion drafters for speculative decoding."""
+
+__version__ = "0.1.0"

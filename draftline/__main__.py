@@ -1,0 +1,5 @@
+"""`python -m draftline`."""
+
+from draftline.cli import main
+
+main()

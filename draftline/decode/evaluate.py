@@ -1,0 +1,207 @@
+"""Evaluation by real decoding: how many tokens a target call commits, how fast, and whether the
+output is the target's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+
+from draftline.data.conversations import read_conversations
+from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
+from draftline.demo import resolve_data
+from draftline.errors import DataError
+from draftline.model.target import Target
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One prompt set at one temperature.
+
+    `accept_length`: committed tokens over target calls, pooled over the set, the bonus included and
+    what lies behind a stop token left out. `committed_counts[n]`: rounds that committed n tokens.
+    `slot_acceptance[j]`: share of rounds in which slot j + 1 was accepted. Speeds are tokens over
+    decoding seconds without prefill, at `batch_size`. `identical` of `compared` prompts gave exactly
+    the plain greedy output. What was not measured is nan.
+    """
+
+    name: str
+    temperature: float
+    prompts: int
+    batch_size: int
+    new_tokens: int
+    rounds: int
+    committed: int
+    accept_length: float
+    committed_counts: list[int]
+    slot_acceptance: list[float]
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    identical: int
+    compared: int
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_s / self.plain_tokens_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-clean: nan becomes None."""
+        return {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in asdict(self).items()
+        }
+
+
+def read_prompts(
+    names: Mapping[str, str], target: Target, *, limit: int | None, template: Mapping[str, Any]
+) -> dict[str, Prompts]:
+    """Token ids of every prompt of every set, rendered with the generation prompt.
+
+    A conversation is used up to its last user turn. Raises DataError for an unusable file.
+    """
+    rendered: dict[str, Prompts] = {}
+    for name, source in names.items():
+        reading = read_conversations(resolve_data(source), need_answer=False)
+        prompts: Prompts = []
+        for conversation in reading.conversations[:limit]:
+            turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
+            while turns and turns[-1]["role"] == "assistant":
+                turns.pop()
+            text = target.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **template
+            )
+            prompts.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+        rendered[name] = prompts
+    if not rendered:
+        raise DataError("no prompts to evaluate on; set evaluate.prompts.NAME=FILE")
+    return rendered
+
+
+class PlainOutputs:
+    """Plain decoding of every prompt set, done once and compared with many drafters."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, float], tuple[list[list[int]], float]] = {}
+
+    def get(
+        self, key: tuple[str, float], decode: Callable[[], list[Decoded]]
+    ) -> tuple[list[list[int]], float]:
+        """Outputs and tokens/s of a set at a temperature, decoded on first use."""
+        if key not in self._known:
+            decoded = decode()
+            self._known[key] = ([t for d in decoded for t in d.tokens], _rate(decoded))
+        return self._known[key]
+
+
+def evaluate(
+    target: Target,
+    draft: DraftModel,
+    prompts: Mapping[str, Prompts],
+    *,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    plain: PlainOutputs | None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Score]:
+    """A score a prompt set and temperature; `plain` None leaves speed-up and identity unmeasured."""
+    scores = []
+    longest = max(len(p) for group in prompts.values() for p in group)
+    rows = min(batch_size, max(len(group) for group in prompts.values()))
+    slots = longest + max_new_tokens + draft.drafter.shape.block_size
+    for temperature in temperatures:
+
+        def decoder(model: DraftModel | None, heat: float = temperature) -> ChainDecoder:
+            return ChainDecoder(target, model, rows=rows, slots=slots, temperature=heat, seed=seed)
+
+        speculative = decoder(draft)
+        ordinary = decoder(None) if plain is not None else None
+        for name, group in prompts.items():
+            progress(f"{name} at temperature {temperature:g}: {len(group)} prompts")
+            decoded = _decode(speculative, group, max_new_tokens)
+            reference: list[list[int]] | None = None
+            plain_rate = math.nan
+            if plain is not None and ordinary is not None:
+                reference, plain_rate = plain.get(
+                    (name, temperature), partial(_decode, ordinary, group, max_new_tokens)
+                )
+            scores.append(_score(name, temperature, rows, decoded, reference, plain_rate))
+    return scores
+
+
+def _decode(decoder: ChainDecoder, prompts: Prompts, max_new_tokens: int) -> list[Decoded]:
+    rows = decoder.rows
+    return [
+        decoder.decode(prompts[first : first + rows], max_new_tokens)
+        for first in range(0, len(prompts), rows)
+    ]
+
+
+def _rate(decoded: Sequence[Decoded]) -> float:
+    seconds = sum(d.seconds for d in decoded)
+    return sum(d.committed for d in decoded) / seconds if seconds else math.nan
+
+
+def _score(
+    name: str,
+    temperature: float,
+    rows: int,
+    decoded: Sequence[Decoded],
+    reference: list[list[int]] | None,
+    plain_rate: float,
+) -> Score:
+    outputs = [tokens for d in decoded for tokens in d.tokens]
+    counts = [sum(column) for column in zip(*(d.committed_counts for d in decoded), strict=True)]
+    hits = [sum(column) for column in zip(*(d.slot_accepted for d in decoded), strict=True)]
+    rounds, committed = sum(counts), sum(d.committed for d in decoded)
+    compared = reference is not None and temperature == 0
+    return Score(
+        name=name,
+        temperature=temperature,
+        prompts=len(outputs),
+        batch_size=rows,
+        new_tokens=sum(d.new_tokens for d in decoded),
+        rounds=rounds,
+        committed=committed,
+        accept_length=committed / rounds if rounds else math.nan,
+        committed_counts=counts,
+        slot_acceptance=[h / rounds if rounds else math.nan for h in hits],
+        tokens_per_s=_rate(decoded),
+        plain_tokens_per_s=plain_rate,
+        identical=sum(a == b for a, b in zip(outputs, reference or [], strict=False))
+        if compared
+        else 0,
+        compared=len(outputs) if compared else 0,
+    )
+
+
+def score_table(scores: Sequence[Score], title: str) -> Table:
+    """The scores for a terminal."""
+    table = Table(title=title)
+    for heading in ("prompts", "T", "n", "accept_length", "slot 1", "tok/s", "plain tok/s",
+                    "speed-up", "identical"):  # fmt: skip
+        table.add_column(heading, justify="left" if heading == "prompts" else "right")
+    for score in scores:
+        table.add_row(
+            score.name,
+            f"{score.temperature:g}",
+            str(score.prompts),
+            _number(score.accept_length, 3),
+            _number(score.slot_acceptance[0] if score.slot_acceptance else math.nan, 2),
+            _number(score.tokens_per_s, 1),
+            _number(score.plain_tokens_per_s, 1),
+            _number(score.speedup, 2),
+            f"{score.identical} of {score.compared}" if score.compared else "n/a",
+        )
+    return table
+
+
+def _number(value: float, digits: int) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.{digits}f}"

@@ -1,0 +1,63 @@
+"""A key/value cache of fixed size in which every row of a batch has its own length.
+
+Slot `p` of a row holds the key of position `p`. Rewinding a row therefore costs nothing: slots at or
+after the row's length are masked by the caller and overwritten later. The class stands in for a
+Hugging Face cache (`update`, `get_seq_length`) and serves the drafter as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class StaticKV:
+    """Keys and values `[rows, kv_heads, slots, head_dim]` a layer, allocated on first use."""
+
+    def __init__(self, rows: int, slots: int, device: torch.device) -> None:
+        self.rows = rows
+        self.slots = slots
+        self._row_index = torch.arange(rows, device=device)[:, None]
+        self._positions: Tensor | None = None
+        self._visible = slots
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def begin_prefill(self, length: int) -> None:
+        """The next updates write slots `0..length-1` of every row and return only those."""
+        self._positions = None
+        self._visible = length
+
+    def begin(self, positions: Tensor, visible: int) -> None:
+        """The next updates write `positions [rows, tokens]`, all below `visible`, and return the
+        first `visible` slots."""
+        self._positions = positions
+        self._visible = visible
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes `keys` and `values [rows, kv_heads, tokens, head_dim]`; returns the visible slots."""
+        for store, new in ((self._keys, keys), (self._values, values)):
+            if layer_idx not in store:
+                shape = (self.rows, new.shape[1], self.slots, new.shape[3])
+                store[layer_idx] = new.new_zeros(shape)
+            buffer = store[layer_idx]
+            if self._positions is None:
+                buffer[:, :, : self._visible] = new
+            else:
+                buffer.transpose(1, 2)[self._row_index, self._positions] = new.transpose(1, 2)
+        return (
+            self._keys[layer_idx][:, :, : self._visible],
+            self._values[layer_idx][:, :, : self._visible],
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions are always given, so no model may derive them from the cache."""
+        return 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all keys and values."""
+        tensors = (*self._keys.values(), *self._values.values())
+        return sum(t.numel() * t.element_size() for t in tensors)

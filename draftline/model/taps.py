@@ -1,0 +1,66 @@
+"""Which target layers are read, and the shape their concatenation must have.
+
+A tap id `t` means the residual stream after the 0-based decoder layer `t`, un-normalised: the entry
+`hidden_states[t + 1]` of a Hugging Face model. This is the numbering of z-lab's `target_layer_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftline.errors import TargetError
+
+
+def choose_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """`num_taps` layer ids spread from layer 1 to layer `num_layers - 3`.
+
+    The rule of z-lab's `build_target_layer_ids`, Python's rounding to even included. Raises
+    TargetError when the target has too few layers for distinct ids.
+    """
+    if num_taps == 1:
+        return (num_layers // 2,)
+    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    if len(set(ids)) < num_taps or ids[0] < 0 or num_layers < 4:
+        raise TargetError(
+            f"the target has {num_layers} layers, too few for {num_taps} distinct taps between "
+            f"layer 1 and layer {num_layers - 3}; lower target.num_taps or set target.tap_layers"
+        )
+    return ids
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """`taps` when they are distinct, ascending, and name layers that can be read; else TargetError."""
+    if not taps:
+        raise TargetError("target.tap_layers is empty; name at least one layer or set it to null")
+    if list(taps) != sorted(set(taps)):
+        raise TargetError(f"target.tap_layers={list(taps)} must be distinct and ascending")
+    if taps[0] < 0 or taps[-1] >= num_layers:
+        raise TargetError(
+            f"target.tap_layers={list(taps)} must lie in 0..{num_layers - 2}: the target has "
+            f"{num_layers} layers"
+        )
+    if taps[-1] == num_layers - 1:
+        raise TargetError(
+            f"target.tap_layers={list(taps)} names the last layer, {num_layers - 1}: Hugging Face "
+            "returns that entry after the final norm while serving engines read it before, so the "
+            f"drafter would see other features than in training; use ids up to {num_layers - 2}"
+        )
+    return tuple(taps)
+
+
+def check_features(features: Tensor, num_taps: int, hidden_size: int) -> Tensor:
+    """`features` when its shape is `[tokens, taps * hidden]`; else TargetError with both shapes."""
+    needed = num_taps * hidden_size
+    if features.ndim == 2 and features.shape[1] == needed:
+        return features
+    seen = list(features.shape)
+    hint = "one row a token, taps concatenated in id order along the last axis"
+    if seen[-2:] == [num_taps, hidden_size]:
+        hint = (
+            "the taps stand on an axis of their own; flatten the last two axes and drop the batch"
+        )
+    elif features.ndim == 3 and seen[-1] == needed:
+        hint = "drop the batch axis"
+    raise TargetError(f"features are {seen} but must be [tokens, {needed}]: {hint}")

@@ -1,0 +1,104 @@
+"""Two decisions about token ids: which row masks a slot, and which tokens a drafter can draft."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftline.choices import Choices
+from draftline.errors import ConfigError
+from draftline.model.target import Target
+
+_MASK_NAMES = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|fim_pad|>")
+
+
+def choose_mask_token(
+    target: Target, explicit: int | None, used: NDArray[np.int64], choices: Choices
+) -> int:
+    """The id whose embedding row stands for a masked slot.
+
+    An explicit id is checked. Otherwise the first that qualifies of: the tokenizer's mask token or a
+    token named like one; the first row behind the tokenizer's vocabulary, where the embedding is
+    padded; the last special token that neither ends, begins nor pads a text nor stands in the chat
+    template. To qualify, the row must exist, be finite and not zero, and the token must not occur in
+    the training tokens, whose counts `used [vocab]` are given. Raises ConfigError.
+    """
+    rows = target.embedding.shape[0]
+    if explicit is not None:
+        problem = _problem(target, explicit, used)
+        if problem is not None:
+            raise ConfigError(
+                f"drafter.mask_token_id={explicit} {problem}; the embedding has rows 0..{rows - 1}"
+            )
+        return explicit
+    for token_id, reason in _candidates(target):
+        if _problem(target, token_id, used) is None:
+            choices.record(
+                "drafter.mask_token_id", wanted="automatic", got=str(token_id), reason=reason
+            )
+            return token_id
+    raise ConfigError(
+        "drafter.mask_token_id cannot be chosen: the target has no unused embedding row or special "
+        f"token; set an id of 0..{rows - 1} that never occurs in your data"
+    )
+
+
+def _candidates(target: Target) -> list[tuple[int, str]]:
+    tokenizer = target.tokenizer
+    found: list[tuple[int, str]] = []
+    own = getattr(tokenizer, "mask_token_id", None)
+    if own is not None:
+        found.append((int(own), "the tokenizer's mask token"))
+    vocabulary = tokenizer.get_vocab()
+    found += [(vocabulary[n], f"token named {n}") for n in _MASK_NAMES if n in vocabulary]
+    size = max(vocabulary.values()) + 1
+    if size < target.embedding.shape[0]:
+        found.append((size, "first embedding row behind the tokenizer's vocabulary"))
+    template = tokenizer.chat_template or ""
+    # The end of the name is what tells a token that merely starts like another one in the template.
+    special = [
+        (token_id, token.content)
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True)
+        if token.special and token.content not in template
+    ]
+    found += [(token_id, f"unused special token {name}") for token_id, name in special]
+    return found
+
+
+def _problem(target: Target, token_id: int, used: NDArray[np.int64]) -> str | None:
+    if token_id >= target.embedding.shape[0]:
+        return "is outside the target's embedding"
+    row = target.embedding[token_id].float()
+    if not bool(torch.isfinite(row).all()) or not bool(row.any()):
+        return "is an embedding row of zeros or non-finite values"
+    tokenizer = target.tokenizer
+    reserved = {*target.stop_ids}
+    for name in ("bos", "eos", "pad", "unk"):
+        value = getattr(tokenizer, f"{name}_token_id", None)
+        if value is not None:
+            reserved.add(int(value))
+    if token_id in reserved:
+        return "is a token that begins, ends, pads or replaces text"
+    if token_id < len(used) and used[token_id]:
+        return f"occurs {int(used[token_id])} times in the training tokens"
+    return None
+
+
+def choose_draft_vocabulary(
+    counts: NDArray[np.int64], size: int, stop_ids: tuple[int, ...]
+) -> Tensor:
+    """The `size` most frequent answer tokens, ascending int64 `[size]`; stop tokens always belong.
+
+    `counts [vocab]` are over supervised training tokens. Ties go to the smaller id. Raises
+    ConfigError when the whole vocabulary is smaller than `size`.
+    """
+    if size > len(counts):
+        raise ConfigError(
+            f"drafter.vocab_size={size} is more than the target's vocabulary of {len(counts)}"
+        )
+    weighted = counts.copy()
+    weighted[[i for i in stop_ids if i < len(counts)]] = counts.max() + 1
+    order = np.lexsort((np.arange(len(counts)), -weighted))
+    return torch.from_numpy(np.sort(order[:size]).astype(np.int64))

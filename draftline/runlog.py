@@ -1,0 +1,129 @@
+"""The run directory: events and metrics as JSON lines, provenance, atomic writes.
+
+A full disk must not kill a training run through its log: a line that cannot be written is counted,
+said once, and training goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from draftline.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = ("draftline", "torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by `text` so that a reader sees the old or the new file, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, interpreter, platform, and the source commit with whether it was modified."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}",
+        "cpus": os.cpu_count(),
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+class RunLog:
+    """Owns a run directory and its two append-only files, `events.jsonl` and `metrics.jsonl`.
+
+    Raises ConfigError when the directory cannot be made or written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lost_lines = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._events = (directory / "events.jsonl").open("a", encoding="utf-8")
+            self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {directory} cannot be written: {error.strerror or error}; "
+                "choose another with run.dir=PATH"
+            ) from None
+
+    def event(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Appends one event with its wall-clock time in seconds."""
+        self._append(self._events, {"time_s": round(time.time(), 3), "event": kind, **fields})
+
+    def metrics(self, fields: Mapping[str, object]) -> None:
+        """Appends one line of step metrics."""
+        self._append(self._metrics, {"time_s": round(time.time(), 3), **fields})
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file of the run directory atomically."""
+        write_atomic(self.directory / name, text)
+
+    def _append(self, file: TextIO, record: Mapping[str, object]) -> None:
+        try:
+            file.write(json.dumps(record, default=str) + "\n")
+            file.flush()
+        except OSError as error:
+            if self.lost_lines == 0:
+                log.warning("run log: %s; training goes on without these lines", error.strerror)
+            self.lost_lines += 1
+
+    def close(self) -> None:
+        for file in (self._events, self._metrics):
+            try:
+                file.close()
+            except OSError:
+                self.lost_lines += 1
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

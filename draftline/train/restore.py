@@ -1,0 +1,77 @@
+"""A trained drafter read back from a run or a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftline.config import Config, build_config
+from draftline.errors import CheckpointError, TargetError
+from draftline.model.drafter import Drafter, DrafterShape
+from draftline.model.target import Target
+from draftline.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint with its configuration; weights stay on the CPU until `drafter()`."""
+
+    checkpoint: Checkpoint
+    config: Config
+    shape: DrafterShape
+    taps: tuple[int, ...]
+    num_target_layers: int
+    token_ids: Tensor | None
+
+    def drafter(self, device: torch.device, dtype: torch.dtype) -> Drafter:
+        """The drafter to evaluate (the averaged weights where the run averaged)."""
+        drafter = Drafter(self.shape)
+        tensors = dict(self.checkpoint.tensors["drafter"])
+        tensors.pop("token_ids", None)
+        drafter.feature_scale.copy_(tensors.pop("feature_scale"))
+        try:
+            drafter.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.checkpoint.path}: {error}") from None
+        return drafter.to(device=device, dtype=dtype).requires_grad_(False)
+
+    def check_target(self, target: Target) -> None:
+        """Raises TargetError when `target` is not shaped like the one trained against."""
+        seen = (target.hidden_size, target.num_layers, target.taps)
+        needed = (self.shape.hidden_size, self.num_target_layers, self.taps)
+        if seen != needed:
+            raise TargetError(
+                f"the target has (hidden, layers, taps) = {seen}, the drafter was trained for "
+                f"{needed}; use the target it was trained with"
+            )
+
+
+def restore(path: Path, overrides: list[str] | None = None) -> Restored:
+    """The newest whole checkpoint of run directory `path`, or the checkpoint `path` itself.
+
+    `overrides` change its configuration. Raises CheckpointError or ConfigError.
+    """
+    if (path / "state.json").exists():
+        checkpoint = load_checkpoint(path)
+    elif (path / "checkpoints").is_dir():
+        checkpoint = latest_checkpoint(path / "checkpoints")
+    else:
+        raise CheckpointError(f"{path} is neither a run directory nor a checkpoint")
+    state: dict[str, Any] = checkpoint.state
+    try:
+        return Restored(
+            checkpoint=checkpoint,
+            config=build_config(state["config"], overrides or []),
+            shape=DrafterShape(**state["shape"]),
+            taps=tuple(state["taps"]),
+            num_target_layers=int(state["num_target_layers"]),
+            token_ids=checkpoint.tensors["drafter"].get("token_ids"),
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} was written by another version of draftline: {error}"
+        ) from None
