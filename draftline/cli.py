@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,11 +33,18 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "filelock", "transformers"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    _quiet_transformers()
     try:
         app()
     except DraftlineError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def _quiet_transformers() -> None:
+    """Keeps transformers' bars and advice out of the output; read when it is first imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 @app.callback(invoke_without_command=True)
@@ -123,3 +131,127 @@ def regenerate(
         f"{out}: {done.written} conversations, {done.new_tokens} new tokens; "
         f"{done.cut} cut at {max_new_tokens} tokens, {done.too_long} dropped or shortened"
     )
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest checkpoint of run.dir.")
+    ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although the configuration differs.")
+    ] = False,
+) -> None:
+    """Train a drafter."""
+    from draftline.config import load_config
+    from draftline.train.loop import train as run
+
+    done = run(load_config(config, overrides or []), resume=resume, accept_changes=accept_changes)
+    if done.interrupted:
+        print(
+            f"interrupted at step {done.step} of {done.total}, saved in {done.checkpoint}; "
+            f"continue with: draftline train {config} {' '.join(overrides or [])} --resume"
+        )
+        raise typer.Exit(130)
+    print(f"trained {done.step} steps in {done.seconds:.0f} s: {done.checkpoint}")
+
+
+@app.command("eval")
+def evaluate_command(
+    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="JSON with every number.")] = None,
+) -> None:
+    """Decode prompts with a trained drafter and without, and compare."""
+    import json
+
+    from draftline.choices import Choices
+    from draftline.decode.chain import DraftModel
+    from draftline.decode.evaluate import PlainOutputs, evaluate, read_prompts, score_table
+    from draftline.runlog import provenance, write_atomic
+    from draftline.train.inputs import open_target
+    from draftline.train.restore import restore
+
+    restored = restore(run, overrides)
+    config = restored.config
+    choices = Choices(strict=config.run.strict_choices)
+    target = open_target(config, choices)
+    restored.check_target(target)
+    token_ids = restored.token_ids
+    draft = DraftModel(
+        restored.drafter(target.device, target.dtype),
+        None if token_ids is None else token_ids.to(target.device),
+    )
+    section = config.evaluate
+    scores = evaluate(
+        target,
+        draft,
+        read_prompts(section.prompts, target, limit=section.limit, template=config.data.template),
+        temperatures=section.temperatures,
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
+        seed=config.run.seed,
+        plain=PlainOutputs() if section.plain else None,
+        progress=lambda text: print(text, file=sys.stderr),
+    )
+    _print_table(score_table(scores, f"{restored.checkpoint.path}"))
+    if out is not None:
+        facts = {
+            "checkpoint": str(restored.checkpoint.path),
+            "step": restored.checkpoint.step,
+            "config": config.model_dump(mode="json"),
+            "provenance": provenance(),
+            "scores": [score.to_dict() for score in scores],
+        }
+        write_atomic(out, json.dumps(facts, indent=1) + "\n")
+        print(f"wrote {out}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.", metavar="OUT")],
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+) -> None:
+    """Write the drafter in the z-lab layout, for vLLM, SGLang and the dflash package."""
+    import torch
+
+    from draftline.choices import Choices
+    from draftline.export.zlab import export_zlab
+    from draftline.train.inputs import open_target
+    from draftline.train.restore import restore
+
+    restored = restore(run, ["run.device=cpu"])
+    target = open_target(restored.config, Choices())
+    restored.check_target(target)
+    drafter = restored.drafter(torch.device("cpu"), torch.float32)
+    path = export_zlab(
+        drafter,
+        target,
+        restored.taps,
+        restored.token_ids,
+        out,
+        dtype=dtype,
+        overwrite=overwrite,
+    )
+    print(f"exported step {restored.checkpoint.step} to {path}")
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Directory of the export.")] = Path("exports/demo"),
+) -> None:
+    """Train, evaluate and export a small drafter for the embedded target."""
+    from draftline.demo.run import run_demo
+
+    _print_table(run_demo(overrides or [], out))
+
+
+def _print_table(table: object) -> None:
+    from rich.console import Console
+
+    Console(width=max(100, Console().width)).print(table)

@@ -1,0 +1,87 @@
+"""The main job from end to end on the embedded default: train, evaluate, export."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from draftline.choices import Choices
+from draftline.config import Config, load_config
+from draftline.decode.chain import DraftModel
+from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts
+from draftline.demo import demo_config
+from draftline.export.zlab import export_zlab
+from draftline.model.drafter import Drafter
+from draftline.train.checkpoint import checkpoint_paths
+from draftline.train.inputs import Inputs, prepare
+from draftline.train.loop import initial_drafter, train
+from draftline.train.restore import restore
+
+log = logging.getLogger(__name__)
+
+
+def run_demo(overrides: Sequence[str], out: Path) -> Table:
+    """The final table of a demo run; checkpoint and export are where it says."""
+    began = time.perf_counter()
+    config = load_config(demo_config(), overrides)
+    free = _free_directory(config.run.dir)
+    config = load_config(demo_config(), [*overrides, f"run.dir={free}"])
+    choices = Choices(strict=config.run.strict_choices)
+    inputs = prepare(config, choices)
+    plain = PlainOutputs()
+    log.info("evaluating the untrained drafter, and the target alone, on held-out prompts")
+    before = _evaluate(config, inputs, initial_drafter(inputs, config), plain)
+    trained = train(config, choices=choices, inputs=inputs)
+    restored = restore(trained.checkpoint)
+    drafter = restored.drafter(inputs.device, inputs.target.dtype)
+    log.info("evaluating the trained drafter")
+    after = _evaluate(config, inputs, drafter, plain)
+    exported = export_zlab(
+        drafter, inputs.target, inputs.target.taps, inputs.token_ids, out, overwrite=True
+    )
+    table = Table(title="draftline demo", show_header=False)
+    for name, value in (
+        ("target", f"{config.target.path} on {inputs.device}"),
+        ("held-out prompts", f"{after.prompts}, greedy, {after.batch_size} at a time"),
+        ("accept_length before training", f"{before.accept_length:.3f}"),
+        ("accept_length after training", f"{after.accept_length:.3f}"),
+        ("tokens/s plain", f"{after.plain_tokens_per_s:.1f}"),
+        ("tokens/s speculative", f"{after.tokens_per_s:.1f}"),
+        ("output identical to plain", f"{after.identical} of {after.compared} prompts"),
+        ("training", f"{trained.step} steps in {trained.seconds:.0f} s"),
+        ("whole demo", f"{time.perf_counter() - began:.0f} s"),
+        ("checkpoint", str(trained.checkpoint)),
+        ("export", str(exported)),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _evaluate(config: Config, inputs: Inputs, drafter: Drafter, plain: PlainOutputs) -> Score:
+    section = config.evaluate
+    prompts = read_prompts(
+        section.prompts, inputs.target, limit=section.limit, template=config.data.template
+    )
+    return evaluate(
+        inputs.target,
+        DraftModel(drafter, inputs.token_ids),
+        prompts,
+        temperatures=[0.0],
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
+        seed=config.run.seed,
+        plain=plain,
+    )[0]
+
+
+def _free_directory(wanted: str) -> str:
+    """`wanted`, or `wanted-2`, `wanted-3`, ... where an earlier demo left its checkpoints."""
+    candidate, number = Path(wanted), 1
+    while checkpoint_paths(candidate / "checkpoints"):
+        number += 1
+        candidate = Path(f"{wanted}-{number}")
+    return str(candidate)
