@@ -38,18 +38,20 @@ class Choices:
     def record(
         self, what: str, *, wanted: str, got: str, reason: str, fallback: bool = False
     ) -> None:
-        """Enters a choice, once; raises FallbackError for a fallback in strict mode."""
+        """Enters a choice, once; raises FallbackError for a fallback in strict mode, every time."""
         choice = Choice(what, wanted, got, reason, fallback)
-        if choice in self.entries:
-            return
-        self.entries.append(choice)
-        if self._sink is not None:
-            self._sink("choice", asdict(choice))
+        known = choice in self.entries
+        if not known:
+            self.entries.append(choice)
+            if self._sink is not None:
+                self._sink("choice", asdict(choice))
         if fallback and self._strict:
             raise FallbackError(
                 f"{what}: wanted {wanted}, could only get {got} because {reason}; "
                 "run.strict_choices allows no fallback"
             )
+        if known:
+            return
         level = logging.WARNING if fallback else logging.INFO
         log.log(level, "%s: %s (%s)", what, got, reason)
 

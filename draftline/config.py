@@ -15,13 +15,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from draftline.errors import ConfigError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML reads yes, on and off as flags, and pydantic reads a flag as 1 or 0.
+        if (
+            isinstance(value, bool)
+            and cls.model_fields[info.field_name or ""].annotation is not bool
+        ):
+            raise PydanticCustomError("flag", "Input should not be a flag (yes, no, on, off)")
+        return value
 
 
 class RunSection(_Section):
@@ -285,16 +307,21 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    loader.flatten_mapping(node)
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in result:
+    seen: set[str] = set()
+    for key_node, _ in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(
-                f"line {key_node.start_mark.line + 1}: key {key!r} stands twice; keep one of them"
+                f"line {line}: a key must be a plain word; put quotes around {{{{ }}}}"
             )
-        result[key] = loader.construct_object(value_node, deep=True)
-    return result
+        if key_node.value in seen:
+            raise ConfigError(f"line {line}: key {key_node.value!r} stands twice; keep one of them")
+        seen.add(key_node.value)
+    loader.flatten_mapping(node)  # after the check: a key may override one that << merges in
+    return {
+        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True)
+        for key, value in node.value
+    }
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)

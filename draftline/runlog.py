@@ -41,6 +41,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 def provenance() -> dict[str, Any]:
     """Versions, interpreter, platform, and the source commit with whether it was modified."""
+    # Installed inside somebody else's repository, draftline must not report that one's commit.
+    tracked = bool(_git("ls-files", Path(__file__).name))
     versions = {}
     for name in _PACKAGES:
         try:
@@ -52,8 +54,10 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()}-{platform.machine()}",
         "cpus": os.cpu_count(),
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": _git("rev-parse", "HEAD") if tracked else None,
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no"))
+        if tracked
+        else None,
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -51,11 +51,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns under an id of their own; `origin` is file:line, in a JSON array file:row from 1."""
+    """Turns under an id of their own; `origin` is file:line, in a JSON array file:row from 1.
+
+    `complete` is False where the row's finish_reason is "length": nothing ends its last answer.
+    """
 
     id: str
     messages: tuple[Message, ...]
     origin: str
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,9 @@ def read_conversations(paths: Sequence[Path], *, need_answer: bool = True) -> Re
             copies[name] = 1
             origins[messages] = f"{path}:{line}"
             notes.update(seen)
-            kept.append(Conversation(name, messages, origins[messages]))
+            assert isinstance(row, dict), "anything else is a bad row"
+            whole = row.get("finish_reason") != "length"
+            kept.append(Conversation(name, messages, origins[messages], whole))
     if not kept:
         raise DataError(
             f"no usable conversation in {', '.join(map(str, paths))}: {describe_rejects(rejects)}. "

@@ -127,6 +127,7 @@ class _Answers:
         self.chat = chat
         self.conversation = conversation
         self._messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+        self.cut = not conversation.complete
         self._turns: dict[int, _Turn | None] = {}
         self.failures: dict[str, dict[int, str]] = {}
 
@@ -148,7 +149,11 @@ class _Answers:
             self.failures.setdefault("template_not_prefix", {})[index] = detail
             return None
         begin = len(prompt)
-        return _Turn(text, begin, begin + _answer_length(text[begin:], self.chat.special.values()))
+        ended, body = _answer_lengths(text[begin:], self.chat.special.values())
+        if self.cut and index == len(self._messages) - 1:
+            # The template ends every answer, the target did not end this one.
+            return _Turn(text[: begin + body], begin, begin + body)
+        return _Turn(text, begin, begin + ended)
 
 
 def tokenize(
@@ -263,12 +268,13 @@ def _samples(answers: _Answers, max_length: int) -> tuple[list[Sample], int]:
         # Copies, so that a cut sample does not keep the arrays of the whole conversation alive.
         ids, mask = ids[:max_length].copy(), mask[:max_length].copy()
         if mask.any():
-            found.append(Sample(name, ids, mask, truncated))
+            unended = answers.cut and last == turns[-1]
+            found.append(Sample(name, ids, mask, truncated or unended))
     return found[::-1], cut
 
 
-def _answer_length(answer: str, special: Iterable[str]) -> int:
-    """Characters up to the first of the special tokens that end `answer`, that one included.
+def _answer_lengths(answer: str, special: Iterable[str]) -> tuple[int, int]:
+    """Characters of `answer` with the first of the special tokens that end it, and without.
 
     What follows it is the template's own: a newline, or an end-of-text that closes every render.
     """
@@ -277,4 +283,4 @@ def _answer_length(answer: str, special: Iterable[str]) -> int:
     while mark := next((token for token in special if body.endswith(token)), ""):
         length = len(body)
         body = body.removesuffix(mark).rstrip()
-    return length
+    return length, len(body)

@@ -84,6 +84,8 @@ class ChainDecoder:
         target.check_decodable(slots)
         self.target = target
         self.draft = draft
+        # Whole windows: kernels want aligned rows of keys.
+        slots = -(-slots // _WINDOW) * _WINDOW
         self.rows, self.slots, self.temperature = rows, slots, temperature
         trained = draft.drafter.shape.block_size if draft is not None else 1
         self.block = min(block_size or trained, trained)
@@ -113,6 +115,13 @@ class ChainDecoder:
         self._features = torch.zeros(rows, self.block, width, dtype=target.dtype, device=device)
         self._window = slots
         self._rounds: dict[int, Replayed] = {}
+
+    def __enter__(self) -> ChainDecoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Frees graphs and caches now rather than when the collector finds the cycle."""
+        self._rounds.clear()
 
     @torch.no_grad()
     def decode(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Decoded:

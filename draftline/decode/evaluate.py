@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from jinja2 import TemplateError
 from rich.table import Table
 
 from draftline.data.conversations import read_conversations
@@ -51,11 +53,8 @@ class Score:
         return self.tokens_per_s / self.plain_tokens_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-clean: nan becomes None."""
-        return {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in asdict(self).items()
-        }
+        """JSON-clean: nan becomes None, in lists as well."""
+        return {key: _without_nan(value) for key, value in asdict(self).items()}
 
 
 def read_prompts(
@@ -73,9 +72,15 @@ def read_prompts(
             turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
             while turns and turns[-1]["role"] == "assistant":
                 turns.pop()
-            text = target.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, **template
-            )
+            try:
+                text = target.tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True, **template
+                )
+            except (TemplateError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"{conversation.origin}: the target's chat template refuses this prompt: {error}; "
+                    f"leave it out of evaluate.prompts.{name} or set data.template"
+                ) from None
             prompts.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
         rendered[name] = prompts
     if not rendered:
@@ -117,22 +122,27 @@ def evaluate(
     rows = min(batch_size, max(len(group) for group in prompts.values()))
     slots = longest + max_new_tokens + draft.drafter.shape.block_size
     for temperature in temperatures:
+        with ExitStack() as stack:
 
-        def decoder(model: DraftModel | None, heat: float = temperature) -> ChainDecoder:
-            return ChainDecoder(target, model, rows=rows, slots=slots, temperature=heat, seed=seed)
-
-        speculative = decoder(draft)
-        ordinary = decoder(None) if plain is not None else None
-        for name, group in prompts.items():
-            progress(f"{name} at temperature {temperature:g}: {len(group)} prompts")
-            decoded = _decode(speculative, group, max_new_tokens)
-            reference: list[list[int]] | None = None
-            plain_rate = math.nan
-            if plain is not None and ordinary is not None:
-                reference, plain_rate = plain.get(
-                    (name, temperature), partial(_decode, ordinary, group, max_new_tokens)
+            def open_decoder(
+                model: DraftModel | None, heat: float = temperature, owner: ExitStack = stack
+            ) -> ChainDecoder:
+                return owner.enter_context(
+                    ChainDecoder(target, model, rows=rows, slots=slots, temperature=heat, seed=seed)
                 )
-            scores.append(_score(name, temperature, rows, decoded, reference, plain_rate))
+
+            speculative = open_decoder(draft)
+            ordinary = open_decoder(None) if plain is not None else None
+            for name, group in prompts.items():
+                progress(f"{name} at temperature {temperature:g}: {len(group)} prompts")
+                decoded = _decode(speculative, group, max_new_tokens)
+                reference: list[list[int]] | None = None
+                plain_rate = math.nan
+                if plain is not None and ordinary is not None:
+                    reference, plain_rate = plain.get(
+                        (name, temperature), partial(_decode, ordinary, group, max_new_tokens)
+                    )
+                scores.append(_score(name, temperature, rows, decoded, reference, plain_rate))
     return scores
 
 
@@ -144,9 +154,16 @@ def _decode(decoder: ChainDecoder, prompts: Prompts, max_new_tokens: int) -> lis
     ]
 
 
+def _without_nan(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def _rate(decoded: Sequence[Decoded]) -> float:
-    seconds = sum(d.seconds for d in decoded)
-    return sum(d.committed for d in decoded) / seconds if seconds else math.nan
+    """Tokens/s, nan where no round was needed: every first token was the last."""
+    seconds, tokens = sum(d.seconds for d in decoded), sum(d.committed for d in decoded)
+    return tokens / seconds if seconds and tokens else math.nan
 
 
 def _score(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from draftline.data.conversations import Conversation
 from draftline.decode.chain import ChainDecoder
 from draftline.errors import DataError
@@ -34,6 +36,13 @@ class _Dialogue:
         return self.finish_reason == "length" or not any(
             turn["role"] == "user" for turn in self.remaining
         )
+
+    def drop(self, reason: str) -> None:
+        """Ends here, with its last answer; what was asked after that stays unanswered."""
+        self.dropped = reason
+        self.remaining.clear()
+        while self.done and self.done[-1]["role"] != "assistant":
+            self.done.pop()
 
     def next_prompt(self) -> bool:
         """Moves turns up to the next user turn into the history; False when none is left."""
@@ -98,14 +107,17 @@ def regenerate(
             if not dialogue.next_prompt():
                 ended.append(dialogue)
                 continue
-            text = tokenizer.apply_chat_template(
-                dialogue.done, tokenize=False, add_generation_prompt=True, **(template or {})
-            )
+            try:
+                text = tokenizer.apply_chat_template(
+                    dialogue.done, tokenize=False, add_generation_prompt=True, **(template or {})
+                )
+            except (TemplateError, TypeError, ValueError) as error:
+                dialogue.drop(f"template error: {error}")
+                ended.append(dialogue)
+                continue
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) > max_prompt_tokens:
-                dialogue.dropped = "prompt too long"
-                while dialogue.done and dialogue.done[-1]["role"] != "assistant":
-                    dialogue.done.pop()
+                dialogue.drop("prompt too long")
                 ended.append(dialogue)
             else:
                 waiting.append((dialogue, ids))
@@ -113,23 +125,23 @@ def regenerate(
         waiting.sort(key=lambda item: len(item[1]))
         answered = 0
         for slots, group in _by_slots(waiting, max_prompt_tokens):
-            decoder = ChainDecoder(
+            with ChainDecoder(
                 target,
                 None,
                 rows=min(batch_size, len(group)),
                 slots=slots + max_new_tokens + 1,
                 temperature=temperature,
                 seed=seed,
-            )
-            for first in range(0, len(group), batch_size):
-                batch = group[first : first + batch_size]
-                decoded = decoder.decode([ids for _, ids in batch], max_new_tokens)
-                new_tokens += decoded.new_tokens
-                for (dialogue, _), tokens in zip(batch, decoded.tokens, strict=True):
-                    _append_answer(dialogue, tokens, target)
-                written += _write([d for d, _ in batch if d.ended], out)
-                answered += len(batch)
-                progress(answered, len(waiting))
+            ) as decoder:
+                for first in range(0, len(group), batch_size):
+                    batch = group[first : first + batch_size]
+                    decoded = decoder.decode([ids for _, ids in batch], max_new_tokens)
+                    new_tokens += decoded.new_tokens
+                    for (dialogue, _), tokens in zip(batch, decoded.tokens, strict=True):
+                        _append_answer(dialogue, tokens, target)
+                    written += _write([d for d, _ in batch if d.ended], out)
+                    answered += len(batch)
+                    progress(answered, len(waiting))
         active = [d for d, _ in waiting if not d.ended]
     if not written and not present:
         raise DataError("no conversation got an answer: every prompt was too long or empty")
@@ -154,26 +166,37 @@ def _by_slots(
 def _append_answer(dialogue: _Dialogue, tokens: list[int], target: Target) -> None:
     stopped = bool(tokens) and tokens[-1] in target.stop_ids
     text = target.tokenizer.decode(tokens[:-1] if stopped else tokens)
+    if not text.strip():
+        dialogue.drop("empty answer")
+        return
     dialogue.finish_reason = "stop" if stopped else "length"
-    if text.strip():
-        dialogue.done.append({"role": "assistant", "content": text})
-    else:
-        dialogue.dropped = "empty answer"
-        dialogue.remaining.clear()
+    dialogue.done.append({"role": "assistant", "content": text})
 
 
 def _ids_in(out: Path) -> set[str]:
+    """Ids of the rows in `out`, and `out` ready to be appended to.
+
+    A crash or a full disk can leave half a line at the end; it goes, its dialogue is answered anew.
+    """
     if not out.exists():
         return set()
     found = set()
-    with out.open(encoding="utf-8") as file:
+    whole = 0
+    with out.open("r+b") as file:
         for number, line in enumerate(file, 1):
+            ended = line.endswith(b"\n")
             try:
                 found.add(str(json.loads(line)["id"]))
             except (ValueError, KeyError, TypeError):
-                raise DataError(
-                    f"{out}:{number} is not a line of an earlier regeneration; move the file away"
-                ) from None
+                if ended or number == 1:
+                    raise DataError(
+                        f"{out}:{number} is not a line of an earlier regeneration; move the file away"
+                    ) from None
+                file.truncate(whole)
+                break
+            whole += len(line)
+            if not ended:
+                file.write(b"\n")
     return found
 
 

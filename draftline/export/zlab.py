@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -83,11 +84,18 @@ def build_config(
 def export_tensors(drafter: Drafter, token_ids: Tensor | None, dtype: str) -> dict[str, Tensor]:
     """The checkpoint's tensors: bare names, the feature scale folded into `fc.weight`.
 
-    With a draft vocabulary also `d2t [draft_vocab]` int64, target id minus draft id.
+    With a draft vocabulary also `d2t [draft_vocab]` int64, target id minus draft id. Raises
+    ParityError where a weight is not finite in `dtype`.
     """
     tensors = {name: value.detach().float().cpu() for name, value in drafter.state_dict().items()}
     tensors["fc.weight"] = tensors["fc.weight"] * drafter.feature_scale.float().cpu()
     tensors = {name: value.to(_DTYPES[dtype]).contiguous() for name, value in tensors.items()}
+    for name, value in tensors.items():
+        if not bool(torch.isfinite(value).all()):
+            raise ParityError(
+                f"tensor {name} is not finite in {dtype}: the training diverged, or the folded feature "
+                "scale is too large for float16; export bfloat16 or float32"
+            )
     if token_ids is not None:
         ids = token_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -106,11 +114,16 @@ def export_zlab(
 ) -> Path:
     """Writes the directory `out` and reads it back strictly; returns it.
 
-    Raises ConfigError when `out` exists and is not to be overwritten, or cannot be written;
-    ParityError when what was read back is not what was exported.
+    Raises ConfigError when `out` exists and is not to be overwritten or is no export, or cannot be
+    written; ParityError when what was read back is not what was exported.
     """
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists; choose another directory or pass --overwrite")
+    if out.exists() and not _is_export(out):
+        raise ConfigError(
+            f"{out} is not an exported drafter and nothing else, so --overwrite leaves it "
+            "alone; choose another directory"
+        )
     config = build_config(
         drafter.shape, target, taps, dtype, None if token_ids is None else len(token_ids)
     )
@@ -123,7 +136,7 @@ def export_zlab(
         write_atomic(scratch / "config.json", json.dumps(config, indent=2) + "\n")
         shutil.rmtree(out, ignore_errors=True)
         scratch.replace(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -158,7 +171,11 @@ def load_zlab(path: Path) -> tuple[Drafter, tuple[int, ...], Tensor | None]:
             sliding_layers=config["layer_types"].count("sliding_attention"),
             sliding_window=config.get("sliding_window"),
         )
-    except (OSError, KeyError, ValueError) as error:
+        if config["layer_types"] != shape.layer_types:
+            raise ValueError(
+                f"layer_types={config['layer_types']} do not begin with the sliding ones"
+            )
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{path} is not a drafter in the z-lab layout: {error}") from None
     offsets = tensors.pop("d2t", None)
     drafter = Drafter(shape)
@@ -168,3 +185,9 @@ def load_zlab(path: Path) -> tuple[Drafter, tuple[int, ...], Tensor | None]:
         raise ParityError(f"{path}: {error}") from None
     token_ids = None if offsets is None else offsets + torch.arange(len(offsets))
     return drafter.requires_grad_(False), tuple(dflash["target_layer_ids"]), token_ids
+
+
+def _is_export(path: Path) -> bool:
+    """Whether `path` is a directory with nothing in it but what an export writes."""
+    files = {"config.json", "model.safetensors"}
+    return path.is_dir() and {p.name for p in path.iterdir()} <= files

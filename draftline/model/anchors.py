@@ -45,8 +45,11 @@ def sample_anchors(
     index = torch.arange(tokens, device=device)
     first_of_group = torch.searchsorted(sorted_group, sorted_group)
     turn = torch.empty_like(index).scatter_(0, order, index - first_of_group)
-    # float64 keeps the draw's order inside one turn however many turns there are.
-    key = torch.where(candidates, turn.double() + draw.double(), float(2 * tokens))
+    # Who gets a place of the last, incomplete round is drawn a conversation: by the candidates' own
+    # draws the longest conversation, with the most chances of a small one, would nearly always win.
+    luck = torch.rand(tokens + 1, device=device, generator=generator)[group]
+    # float64 keeps the luck's order inside one turn however many turns there are.
+    key = torch.where(candidates, turn.double() + luck.double(), float(2 * tokens))
     chosen = torch.topk(key, max_anchors, largest=False).indices
     position = torch.where(candidates[chosen], chosen, tokens).sort().values
     keep = position < tokens

@@ -14,15 +14,11 @@ from draftline.errors import TargetError
 
 TARGET_ATTENTION = "draftline"
 
-# With so few queries a KV head, two batched products beat the fused kernels of SDPA, which tile the
-# query axis by 64 (measured on an H200, bench/results).
-_FEW_QUERIES = 16
-
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention `[rows, heads, queries, head_dim]` under a boolean mask (True is visible).
+    """Attention `[rows, heads, queries, value_dim]` under a boolean mask (True is visible).
 
     `mask` broadcasts to `[rows, 1, queries, keys]`. The query heads that share a KV head are laid
     along the query axis, so keys are neither repeated nor copied. A query that sees nothing gets 0.
@@ -33,13 +29,8 @@ def dense_attention(
     grouped = query.reshape(rows, kv_heads, group * queries, dim)
     if group > 1:
         mask = mask.expand(mask.shape[0], 1, queries, key.shape[2]).repeat(1, 1, group, 1)
-    if query.is_cuda and group * queries <= _FEW_QUERIES:
-        scores = (grouped @ key.transpose(2, 3)).float() * (scale or dim**-0.5)
-        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
-        output = weights.to(value.dtype) @ value
-    else:
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
-    return output.reshape(rows, heads, queries, dim)
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return output.reshape(rows, heads, queries, value.shape[3])
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:

@@ -28,16 +28,16 @@ def build_shape(config: Config, target: Target, mask_token_id: int) -> DrafterSh
             "must be a multiple of KV heads (a null takes the target's number)"
         )
     head_dim = config.drafter.head_dim or int(
-        getattr(text, "head_dim", None) or target.hidden_size // heads
+        getattr(text, "head_dim", None) or target.hidden_size // int(text.num_attention_heads)
     )
     width = config.drafter.intermediate_size or getattr(text, "intermediate_size", None)
-    if not width:
+    if not isinstance(width, int):
         raise TargetError(
             "the target has no single intermediate_size; set drafter.intermediate_size"
         )
     return DrafterShape(
         hidden_size=target.hidden_size,
-        intermediate_size=int(width),
+        intermediate_size=width,
         num_layers=config.drafter.layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -56,10 +56,12 @@ def _rope_theta(text: object) -> float:
     """The target's plain base: its scaling, partial rotation or M-RoPE are not inherited.
 
     transformers 5 nests the base in rope_parameters, possibly once a layer type; a stale flat value
-    may stand beside it, so the nested one is asked first.
+    may stand beside it, so the nested one is asked first. The drafter's context is as long as that
+    of full attention, whose base goes before a window's.
     """
     nested = getattr(text, "rope_parameters", None) or {}
-    for source in (nested, *(v for v in nested.values() if isinstance(v, dict))):
+    by_type = [v for _, v in sorted(nested.items()) if isinstance(v, dict)]
+    for source in (nested, nested.get("full_attention") or {}, *by_type):
         if source.get("rope_theta"):
             return float(source["rope_theta"])
     return float(getattr(text, "rope_theta", None) or 1e6)
@@ -86,7 +88,7 @@ def init_drafter(
         choices.record(
             "drafter.init",
             wanted="target",
-            got=f"{copied} of {total} layer tensors copied",
+            got=f"{copied} of {total} tensors copied",
             reason="the others have no counterpart of the same shape in the target",
             fallback=copied == 0,
         )
@@ -95,16 +97,37 @@ def init_drafter(
 
 @torch.no_grad()
 def _copy_from_target(drafter: Drafter, target: Target) -> tuple[int, int]:
+    """Tensors copied, and tensors that could have been: all but fc and its norm."""
+    count = min(drafter.shape.num_layers, target.num_layers)
+    theirs = list(target.layers)[target.num_layers - count : target.num_layers]
+    pairs: list[tuple[nn.Module, nn.Module | None]] = [(drafter.norm, target.final_norm)]
+    pairs += zip(list(drafter.layers)[-count:], theirs, strict=True)
+    pairs += [(layer, None) for layer in list(drafter.layers)[:-count]]
     copied = total = 0
-    sources = list(target.layers)[target.num_layers - drafter.shape.num_layers :]
-    for layer, source in zip(drafter.layers, sources, strict=False):
-        theirs = dict(source.named_parameters())
-        for name, parameter in layer.named_parameters():
+    for ours, source in pairs:
+        for name, parameter in ours.named_parameters():
             total += 1
-            if name in theirs and theirs[name].shape == parameter.shape:
-                parameter.copy_(theirs[name])
+            weight = _counterpart(source, name) if source is not None else None
+            if weight is not None and weight.shape == parameter.shape:
+                parameter.copy_(weight)
                 copied += 1
     return copied, total
+
+
+def _counterpart(source: nn.Module, name: str) -> Tensor | None:
+    """The tensor of `source` that does what `name` does in the drafter."""
+    theirs = dict(source.named_parameters())
+    if name == "post_attention_layernorm.weight" and "pre_feedforward_layernorm.weight" in theirs:
+        name = "pre_feedforward_layernorm.weight"  # Gemma norms both before and after the MLP
+    weight = theirs.get(name)
+    if weight is None or weight.ndim != 1:
+        return weight
+    # Some families (Gemma, Qwen3.5) store the gain of a norm less one: ask the norm itself.
+    norm = source.get_submodule(name.rpartition(".")[0])
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1
+    gain: Tensor = norm(signs) * signs
+    return weight if torch.allclose(gain, weight, rtol=0.01) else gain
 
 
 @torch.no_grad()

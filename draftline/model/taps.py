@@ -19,13 +19,14 @@ def choose_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     The rule of z-lab's `build_target_layer_ids`, Python's rounding to even included. Raises
     TargetError when the target has too few layers for distinct ids.
     """
-    if num_taps == 1:
+    if num_taps == 1 and num_layers > 2:
         return (num_layers // 2,)
-    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-    if len(set(ids)) < num_taps or ids[0] < 0 or num_layers < 4:
+    gaps = max(num_taps - 1, 1)
+    ids = tuple(round(1 + i * (num_layers - 4) / gaps) for i in range(num_taps))
+    if len(set(ids)) < num_taps or num_layers < 4:
         raise TargetError(
-            f"the target has {num_layers} layers, too few for {num_taps} distinct taps between "
-            f"layer 1 and layer {num_layers - 3}; lower target.num_taps or set target.tap_layers"
+            f"the target has {num_layers} layers, too few for {num_taps} distinct taps from layer 1 "
+            f"to layer {max(num_layers - 3, 1)}; lower target.num_taps or set target.tap_layers"
         )
     return ids
 

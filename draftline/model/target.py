@@ -22,6 +22,8 @@ from draftline.model.kv_cache import StaticKV
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
 
+_DTYPES = ("auto", "float32", "bfloat16")
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -51,7 +53,8 @@ class Target:
 
     Attributes: `taps`, `hidden_size`, `num_layers`, `vocab_size` (head rows), `embedding`
     `[rows, hidden]` and `embed_scale` (block inputs are rows times scale), `head`, `stop_ids`,
-    `tokenizer`, `text_config`, `layers` (decoder layers), `device`, `dtype`.
+    `tokenizer`, `text_config`, `layers` (decoder layers), `final_norm` (None where it is not called
+    `norm`), `device`, `dtype`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Target:
                 f"{type(self._decoder).__name__}.layers; draftline taps decoder-only models"
             )
         self.layers = layers
+        self.final_norm: nn.Module | None = getattr(self._decoder, "norm", None)
         self.taps = (
             check_taps(taps, self.num_layers)
             if taps is not None
@@ -100,8 +104,7 @@ class Target:
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
         self.vocab_size = int(head.weight.shape[0])
-        self.embed_scale, multiplier, softcap = self._probe(model, head.weight)
-        self.head = Head(head.weight, multiplier, softcap)
+        self.embed_scale, self.head = self._probe(model, head.weight)
         self.stop_ids = _stop_ids(model, self.text_config, tokenizer)
 
     @torch.no_grad()
@@ -194,8 +197,8 @@ class Target:
         return tapped
 
     @torch.no_grad()
-    def _probe(self, model: Any, head_weight: Tensor) -> tuple[float, float, float | None]:
-        """Measures embedding scale and logit multiplier on real tokens; refuses what does not fit."""
+    def _probe(self, model: Any, head_weight: Tensor) -> tuple[float, Head]:
+        """Measures embedding scale and logit transform on real tokens; refuses what does not fit."""
         rows = min(self.embedding.shape[0], head_weight.shape[0])
         ids = torch.linspace(1, rows - 1, 8, device=self.device).long()[None]
         entered: list[Tensor] = []
@@ -218,15 +221,20 @@ class Target:
                 "positions, a projection or a norm comes first); such targets are not supported"
             )
         softcap = getattr(self.text_config, "final_logit_softcapping", None)
-        if softcap:
-            logits = torch.atanh((logits / softcap).clamp(-0.999, 0.999)) * softcap
-        multiplier = _ratio(logits, (hidden @ head_weight.t()).float())
-        if multiplier is None:
+        fitting: list[tuple[float, Head]] = []
+        # A configured cap need not be applied: Gemma 3's multimodal wrapper leaves it out.
+        for cap in dict.fromkeys((float(softcap) if softcap else None, None)):
+            bare = torch.atanh((logits / cap).clamp(-0.999, 0.999)) * cap if cap else logits
+            multiplier = _ratio(bare, (hidden @ head_weight.t()).float())
+            if multiplier is not None:
+                head = Head(head_weight, multiplier, cap)
+                fitting.append((float((head.logits(hidden) - logits).norm()), head))
+        if not fitting:
             raise TargetError(
                 f"{name}: logits are not the output head applied to the final hidden state times a "
                 "constant; such targets are not supported"
             )
-        return scale, multiplier, float(softcap) if softcap else None
+        return scale, min(fitting, key=lambda pair: pair[0])[1]
 
 
 def load_target(
@@ -244,25 +252,39 @@ def load_target(
     Raises TargetError when it cannot be loaded, when a weight is missing from the checkpoint (it
     would be random), or when it cannot be tapped.
     """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if dtype not in _DTYPES:
+        raise TargetError(f"target.dtype={dtype} is not one of {', '.join(_DTYPES)}")
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         if choices is not None:
             reason = "CUDA tensor cores" if device.type == "cuda" else "bfloat16 is slow on a CPU"
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)
     source = resolve_target(path)
+    part = "tokenizer (tokenizer.json, tokenizer_config.json)"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        part = "model (config.json, safetensors)"
         model, loading = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TargetError(f"target.path={path} cannot be loaded: {first}") from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
+        first = " ".join(str(error).split()[:60]) or type(error).__name__
+        raise TargetError(f"target.path={path}: its {part} cannot be loaded: {first}") from None
     missing = sorted(loading["missing_keys"])
     if missing:
         raise TargetError(

@@ -56,8 +56,7 @@ def _candidates(target: Target) -> list[tuple[int, str]]:
     size = max(vocabulary.values()) + 1
     if size < target.embedding.shape[0]:
         found.append((size, "first embedding row behind the tokenizer's vocabulary"))
-    template = tokenizer.chat_template or ""
-    # The end of the name is what tells a token that merely starts like another one in the template.
+    template = str(tokenizer.chat_template or "")  # a mapping where there are several
     special = [
         (token_id, token.content)
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.errors import DeviceError
@@ -16,7 +21,12 @@ def pick_device(wanted: str, choices: Choices) -> torch.device:
         reason = f"{count} CUDA device(s) visible" if count else "no CUDA device is visible"
         choices.record("run.device", wanted="auto", got=str(device), reason=reason)
     else:
-        device = torch.device(wanted)
+        try:
+            device = torch.device(wanted)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise DeviceError(f"run.device={wanted} is not one of auto, cpu, cuda, cuda:N")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", 0)
     if device.type == "cuda":
@@ -39,6 +49,15 @@ def describe_device(device: torch.device) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    """`array` on `device`, queued on the current stream: the host does not wait for the copy."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        # From pageable memory the copy would wait for everything queued before it.
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:

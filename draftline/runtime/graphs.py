@@ -6,6 +6,7 @@ replayed. On a CPU the same object just calls the function.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,8 +51,14 @@ class Replayed:
             graph = torch.cuda.CUDAGraph()
             for generator in self._generators:
                 graph.register_generator_state(generator)
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._function()
+            # A collection inside the capture could free another graph, which breaks this one.
+            gc.collect()
+            gc.disable()
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self._function()
+            finally:
+                gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self._graph = graph
 

@@ -75,13 +75,17 @@ def save_checkpoint(
         _sync(scratch / "state.json")
         if path.exists():
             shutil.rmtree(path)
+        _sync(scratch)
         scratch.replace(path)
+        _sync(directory)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint {path} could not be written: {error}; earlier checkpoints are untouched"
         ) from None
-    for old in checkpoint_paths(directory)[keep:]:
+    # Damaged ones that a resume passed over can be newer; they take no place from this one.
+    older = [p for p in checkpoint_paths(directory) if p.name < path.name]
+    for old in older[keep - 1 :]:
         shutil.rmtree(old, ignore_errors=True)
     return path
 
@@ -97,7 +101,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(f"{path / name} does not have the hash it was written with")
             tensors[name.removesuffix(".safetensors")] = load_file(path / name)
         return Checkpoint(path, int(state["step"]), state, tensors)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}") from None
 
 
@@ -122,13 +126,15 @@ class CheckpointWriter:
     """Writes checkpoints on a thread of its own, one at a time.
 
     A checkpoint that cannot be written (a full disk) is said and kept in `failure`; training goes
-    on, because the weights in memory are worth more than the file.
+    on, because the weights in memory are worth more than the file. Any other error of the thread is
+    raised by the next `wait` or `save`.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self._keep = keep
         self._thread: threading.Thread | None = None
+        self._crash: Exception | None = None
         self.failure: CheckpointError | None = None
         self.last: Path | None = None
 
@@ -155,12 +161,17 @@ class CheckpointWriter:
         except CheckpointError as error:
             self.failure = error
             log.warning("%s; training goes on", error)
+        except Exception as error:
+            self._crash = error
 
     def wait(self) -> None:
         """Returns when nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
 
 
 def _digest(path: Path) -> str:
@@ -169,5 +180,9 @@ def _digest(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    """Puts a file, or the names in a directory, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -19,6 +19,7 @@ from draftline.data.packing import Pack
 from draftline.data.tokens import Sample
 from draftline.errors import ConfigError
 from draftline.model.taps import check_features
+from draftline.runtime.devices import upload
 from draftline.model.target import Target
 
 
@@ -117,7 +118,9 @@ class FeatureSource:
             directory.mkdir(parents=True, exist_ok=True)
             finished = done.exists() and path.exists() and path.stat().st_size == size.bytes
             if not finished:
+                # What an interrupted fill left behind holds the very space that is asked for.
                 done.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
                 free = shutil.disk_usage(directory).free
                 _check_room(size, free, f"disk at {directory}", "features.dir or source=online")
                 # Reserved now: writing into a mapping that the disk cannot back kills the process.
@@ -172,10 +175,8 @@ class FeatureSource:
             ids[i, : lengths[i]] = sample.input_ids
             real[i, : lengths[i]] = True
         device = self._target.device
-        taps, last = self._target.features(
-            torch.from_numpy(ids).to(device), last_hidden=self._last_hidden
-        )
-        index = torch.from_numpy(np.flatnonzero(real)).to(device)
+        taps, last = self._target.features(upload(ids, device), last_hidden=self._last_hidden)
+        index = upload(np.flatnonzero(real), device)
         out[:, : self._taps_width] = taps.flatten(0, 1)[index]
         if last is not None:
             out[:, self._taps_width :] = last.flatten(0, 1)[index]

@@ -133,7 +133,11 @@ def _draft_vocabulary(
 def _key(config: Config, samples: Sequence[Sample], target: Target) -> str:
     digest = hashlib.sha256()
     soft = config.loss.soft_labels > 0
-    digest.update(f"{config.target.path} {target.dtype} {target.taps} {soft}".encode())
+    digest.update(f"{target.dtype} {target.taps} {soft}".encode())
+    # Of the target its weights count, not its path: files may move, or change behind a name. Some
+    # values of every tensor are enough, since any further training moves nearly all of them.
+    some = [p.detach().flatten()[:: max(1, p.numel() // 64)].float() for p in target.parameters()]
+    digest.update(torch.cat(some).cpu().numpy().tobytes())
     for sample in samples:
         digest.update(sample.input_ids.tobytes())
         digest.update(b"|")

@@ -15,7 +15,8 @@ def learning_rate(
     warmup = max(1.0, warmup_ratio * total_steps)
     position = step.double()
     rising = (position + 1) / warmup
-    progress = ((position + 1 - warmup) / max(1.0, total_steps - warmup)).clamp(0, 1)
+    # The warm-up need not be a whole number of steps; what is left of the run can be under one.
+    progress = ((position + 1 - warmup) / max(1e-6, total_steps - warmup)).clamp(0, 1)
     falling = min_ratio + (1 - min_ratio) * 0.5 * (1 + torch.cos(math.pi * progress))
     return (peak * torch.minimum(rising.clamp_max(1), falling)).float()
 
@@ -122,12 +123,15 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, masters: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-        """Restores masters, working weights and everything that `state()` gave."""
+        """Restores masters, working weights and everything that `state()` gave.
+
+        An average that `state` does not have starts from the masters.
+        """
         for name, master, working in zip(self.names, self.masters, self.working, strict=True):
             master.copy_(masters[name])
             working.copy_(master)
             moments = {
-                key.removesuffix(f".{name}"): value.to(master.device)
+                key.removesuffix(f".{name}"): value.to(master.device, copy=True)
                 for key, value in state.items()
                 if key.split(".", 1)[1:] == [name] and not key.startswith("average.")
             }
@@ -135,7 +139,7 @@ class MasterAdamW:
                 self._adam.state[master] = dict(moments)
         if self.average is not None:
             for name, value in zip(self.names, self.average, strict=True):
-                value.copy_(state[f"average.{name}"])
+                value.copy_(state.get(f"average.{name}", masters[name]))
         self.step_count.copy_(state["step_count"])
 
     def master_tensors(self) -> dict[str, Tensor]:

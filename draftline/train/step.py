@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from draftline.model.losses import LossResult, LossSpec, build_chunk_loss, head_
 from draftline.model.masks import block_mask, dense_mask
 from draftline.model.target import Target
 from draftline.runtime.compiled import CompileGate
+from draftline.runtime.devices import upload
 from draftline.train.optim import MasterAdamW
 
 
@@ -39,13 +39,7 @@ class PackTensors:
     @staticmethod
     def move(arrays: PackArrays, device: torch.device) -> dict[str, Tensor]:
         """The integer tensors of a pack on `device`."""
-        moved = {}
-        for field in fields(PackArrays):
-            host = torch.from_numpy(np.ascontiguousarray(getattr(arrays, field.name)))
-            if device.type == "cuda":
-                host = host.pin_memory()
-            moved[field.name] = host.to(device, non_blocking=True)
-        return moved
+        return {f.name: upload(getattr(arrays, f.name), device) for f in fields(PackArrays)}
 
 
 class Totals:

@@ -276,3 +276,15 @@ def test_rejects_are_written_as_json_lines(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [Reject(**row) for row in rows] == rejects
     assert "好" in path.read_text(encoding="utf-8")
+
+
+def test_finish_reason_length_marks_the_last_answer_as_cut(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    turns_of = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    other = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    rows = [
+        {"id": "x", "messages": turns_of, "finish_reason": "length"},
+        {"id": "y", "messages": other, "finish_reason": "stop"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [c.complete for c in read_conversations([path]).conversations] == [False, True]

