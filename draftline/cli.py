@@ -39,6 +39,12 @@ def main() -> None:
     except DraftlineError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except OSError as error:  # a full or vanished disk where no room expected it
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _quiet_transformers() -> None:

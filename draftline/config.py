@@ -42,7 +42,9 @@ class _Section(BaseModel):
             isinstance(value, bool)
             and cls.model_fields[info.field_name or ""].annotation is not bool
         ):
-            raise PydanticCustomError("flag", "Input should not be a flag (yes, no, on, off)")
+            raise PydanticCustomError(
+                "flag", "Input should not be a flag; null is what turns a key off"
+            )
         return value
 
 

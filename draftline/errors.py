@@ -39,8 +39,8 @@ class CheckpointError(DraftlineError):
     """A checkpoint that is damaged, incomplete or cannot be written."""
 
 
-class DeviceError(DraftlineError):
-    """A device that is missing, too small, or lost."""
+class DeviceError(UserError):
+    """A device that is missing or too small for what was asked."""
 
 
 class CompileError(DraftlineError):

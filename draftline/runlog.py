@@ -41,8 +41,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def provenance() -> dict[str, Any]:
     """Versions, interpreter, platform, and the source commit with whether it was modified."""
-    # Installed inside somebody else's repository, draftline must not report that one's commit.
-    tracked = bool(_git("ls-files", Path(__file__).name))
+    tracked = _is_tracked()
     versions = {}
     for name in _PACKAGES:
         try:
@@ -72,6 +71,16 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def source_diff() -> str | None:
+    """What the sources have that their commit has not, or None where nothing differs."""
+    return (_git("diff", "HEAD") or None) if _is_tracked() else None
+
+
+def _is_tracked() -> bool:
+    """Whether the sources belong to the repository they lie in, and not to somebody else's."""
+    return bool(_git("ls-files", Path(__file__).name))
 
 
 class RunLog:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftline.choices import Choices
 from draftline.data.packing import Pack, build_pack
 from draftline.data.tokens import Sample
+from draftline.decode.chain import ChainDecoder
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.losses import LossSpec
 from draftline.model.target import Target
@@ -185,6 +186,29 @@ def build_step(
         noise=noise,
         generator=torch.Generator().manual_seed(1),
     )
+
+
+def teach(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    *,
+    new: int = 40,
+    steps: int = 60,
+) -> Drafter:
+    """`drafter` trained on the target's own greedy continuations, so that much is accepted."""
+    longest = max(map(len, prompts))
+    decoder = ChainDecoder(target, None, rows=len(prompts), slots=longest + new + 1)
+    samples = []
+    for prompt, tokens in zip(prompts, decoder.decode(prompts, new).tokens, strict=True):
+        ids = np.array(prompt + tokens, np.int32)
+        samples.append(Sample("", ids, np.arange(len(ids)) >= len(prompt), False))
+    budget = sum(len(s.input_ids) for s in samples)
+    pack = pack_tensors(target, samples, budget, drafter.shape.block_size)
+    step = build_step(target, drafter, max_anchors=min(48, budget))
+    for _ in range(steps):
+        step(pack)
+    return drafter.requires_grad_(False)
 
 
 def chi_square_p(observed: Tensor, expected: Tensor) -> float:

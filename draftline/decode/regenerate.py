@@ -98,6 +98,7 @@ def regenerate(
     tokenizer = target.tokenizer
     active = dialogues
     new_tokens = 0
+    opened = 0  # every decoder draws its own noise
     written = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     while active:
@@ -131,8 +132,9 @@ def regenerate(
                 rows=min(batch_size, len(group)),
                 slots=slots + max_new_tokens + 1,
                 temperature=temperature,
-                seed=seed,
+                seed=seed + opened,
             ) as decoder:
+                opened += 1
                 for first in range(0, len(group), batch_size):
                     batch = group[first : first + batch_size]
                     decoded = decoder.decode([ids for _, ids in batch], max_new_tokens)

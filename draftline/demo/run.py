@@ -18,7 +18,7 @@ from draftline.export.zlab import export_zlab
 from draftline.model.drafter import Drafter
 from draftline.train.checkpoint import checkpoint_paths
 from draftline.train.inputs import Inputs, prepare
-from draftline.train.loop import initial_drafter, train
+from draftline.train.loop import feature_source, first_drafter, train
 from draftline.train.restore import restore
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     inputs = prepare(config, choices)
     plain = PlainOutputs()
     log.info("evaluating the untrained drafter, and the target alone, on held-out prompts")
-    before = _evaluate(config, inputs, initial_drafter(inputs, config), plain)
+    untrained = first_drafter(config, inputs, feature_source(config, inputs), choices)
+    before = _evaluate(config, inputs, untrained.to(inputs.target.dtype), plain)
     trained = train(config, choices=choices, inputs=inputs)
     restored = restore(trained.checkpoint)
     drafter = restored.drafter(inputs.device, inputs.target.dtype)

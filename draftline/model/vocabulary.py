@@ -97,6 +97,10 @@ def choose_draft_vocabulary(
         raise ConfigError(
             f"drafter.vocab_size={size} is more than the target's vocabulary of {len(counts)}"
         )
+    if size <= len(stop_ids):
+        raise ConfigError(
+            f"drafter.vocab_size={size} leaves no room beside the {len(stop_ids)} stop tokens"
+        )
     weighted = counts.copy()
     weighted[[i for i in stop_ids if i < len(counts)]] = counts.max() + 1
     order = np.lexsort((np.arange(len(counts)), -weighted))

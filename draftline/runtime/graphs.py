@@ -53,12 +53,14 @@ class Replayed:
                 graph.register_generator_state(generator)
             # A collection inside the capture could free another graph, which breaks this one.
             gc.collect()
+            collecting = gc.isenabled()
             gc.disable()
             try:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     self._function()
             finally:
-                gc.enable()
+                if collecting:
+                    gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self._graph = graph
 

@@ -19,8 +19,8 @@ from draftline.data.packing import Pack
 from draftline.data.tokens import Sample
 from draftline.errors import ConfigError
 from draftline.model.taps import check_features
-from draftline.runtime.devices import upload
 from draftline.model.target import Target
+from draftline.runtime.devices import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,15 @@ class FeatureSource:
                 free = shutil.disk_usage(directory).free
                 _check_room(size, free, f"disk at {directory}", "features.dir or source=online")
                 # Reserved now: writing into a mapping that the disk cannot back kills the process.
-                with path.open("wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, size.bytes)
+                try:
+                    with path.open("wb") as file:
+                        os.posix_fallocate(file.fileno(), 0, size.bytes)
+                except OSError as error:
+                    path.unlink(missing_ok=True)
+                    raise ConfigError(
+                        f"the feature cache of {size.gib:.1f} GiB cannot be made at {path}: "
+                        f"{error.strerror}; use another features.dir or features.source=online"
+                    ) from None
             self._cache = torch.from_file(
                 str(path), shared=True, size=total * self.width, dtype=self._target.dtype
             ).view(total, self.width)
@@ -196,14 +203,22 @@ def _batches(lengths: Sequence[int], batch_tokens: int, most: int) -> list[list[
 
 
 def _free_memory() -> int:
+    """Bytes that this process can still take: the machine's, or the container's where it is less."""
+    free = 2**63 - 1
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        free = min(free, max(0, int(limit[0]) - int(used[0])))
+    return free
+
+
+def _lines(path: str) -> list[str]:
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        return Path(path).read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
-    return 2**63 - 1
+        return []
 
 
 def _check_room(size: FeatureSize, free: int, where: str, instead: str) -> None:

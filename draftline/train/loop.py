@@ -24,7 +24,7 @@ from draftline.errors import CheckpointError, ResumeError, RunError
 from draftline.model.drafter import Drafter
 from draftline.model.init import init_drafter, measure_feature_scale
 from draftline.model.losses import LossSpec
-from draftline.runlog import RunLog, provenance
+from draftline.runlog import RunLog, provenance, source_diff
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import describe_device, synchronize
 from draftline.train.checkpoint import (
@@ -82,7 +82,10 @@ def train(
         choices.follow(runlog.event)
         runlog.write("config.yaml", config.to_yaml())
         runlog.event("start", {"config": config.digest(), "resume": resume, **provenance()})
+        if (diff := source_diff()) is not None:
+            runlog.write("source.diff", diff)
         inputs = inputs or prepare(config, choices)
+        runlog.event("device", {"device": describe_device(inputs.device)})
         log.info(inputs.summary())
         write_rejects(inputs.rejects, run_dir / "rejects.jsonl")
         with CompileGate(inputs.device, choices) as gate:
@@ -138,24 +141,8 @@ class _Run:
         self.plan = plan_run(config, inputs, self._packs(0))
         for line in (*self.plan.lines(), f"device: {describe_device(inputs.device)}"):
             log.info(line)
-        soft = config.loss.soft_labels > 0
-        self.source = FeatureSource(
-            inputs.target,
-            last_hidden=soft,
-            batch_tokens=config.token_budget,
-            most=config.max_batch_size,
-        )
-        self.drafter = init_drafter(
-            inputs.shape,
-            inputs.target,
-            init=config.drafter.init,
-            seed=config.run.seed,
-            choices=choices,
-        )
-        if config.drafter.feature_scale:
-            sample = inputs.samples[:: max(1, len(inputs.samples) // _SCALE_SAMPLES)]
-            measured = measure_feature_scale(self.source.measure(sample[:_SCALE_SAMPLES]))
-            self.drafter.feature_scale.copy_(measured)
+        self.source = feature_source(config, inputs)
+        self.drafter = first_drafter(config, inputs, self.source, choices)
         self.optimizer = MasterAdamW(
             self.drafter,
             peak=config.train.learning_rate,
@@ -192,6 +179,7 @@ class _Run:
         self.done_steps = 0
         self.epoch = 0
         self.next_pack = 0
+        self._saved_step: int | None = None
         self._spent_before = 0.0
         self._began = time.perf_counter()
 
@@ -250,19 +238,19 @@ class _Run:
             return self._finish(stopped)
 
     def _finish(self, interrupted: bool) -> Trained:
-        if self.done_steps % self.config.train.checkpoint_every or self.writer.failure:
-            self._save()
         self.writer.wait()
-        if self.writer.failure is not None:
+        if self._saved_step != self.done_steps or self.writer.failure is not None:
+            self._save()
+            self.writer.wait()
+        if self.writer.failure is not None or self.writer.last is None:
             raise CheckpointError(f"the run's last state is lost: {self.writer.failure}")
-        paths = checkpoint_paths(self.writer.directory)
         seconds = self._seconds()
         self.runlog.event(
             "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}
         )
         return Trained(
             run_dir=self.runlog.directory,
-            checkpoint=paths[0],
+            checkpoint=self.writer.last,
             step=self.done_steps,
             total=self.plan.steps,
             interrupted=interrupted,
@@ -372,6 +360,7 @@ class _Run:
             "provenance": provenance(),
         }
         self.writer.save(self.done_steps, groups, state)
+        self._saved_step = self.done_steps
         self.runlog.event("checkpoint", {"step": self.done_steps})
 
 
@@ -396,10 +385,29 @@ def interrupts() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def initial_drafter(inputs: Inputs, config: Config) -> Drafter:
-    """The drafter a run of `config` starts from, in the target's dtype."""
+def feature_source(config: Config, inputs: Inputs) -> FeatureSource:
+    """The source of features that `config` asks for, not yet filled."""
+    return FeatureSource(
+        inputs.target,
+        last_hidden=config.loss.soft_labels > 0,
+        batch_tokens=config.token_budget,
+        most=config.max_batch_size,
+    )
+
+
+def first_drafter(
+    config: Config, inputs: Inputs, source: FeatureSource, choices: Choices
+) -> Drafter:
+    """The drafter that a run of `config` starts from: float32, feature scale measured."""
     drafter = init_drafter(
-        inputs.shape, inputs.target, init=config.drafter.init, seed=config.run.seed,
-        choices=Choices(),
-    )  # fmt: skip
-    return drafter.to(inputs.target.dtype)
+        inputs.shape,
+        inputs.target,
+        init=config.drafter.init,
+        seed=config.run.seed,
+        choices=choices,
+    )
+    if config.drafter.feature_scale:
+        spread = inputs.samples[:: max(1, len(inputs.samples) // _SCALE_SAMPLES)]
+        features = source.measure(spread[:_SCALE_SAMPLES])
+        drafter.feature_scale.copy_(measure_feature_scale(features))
+    return drafter

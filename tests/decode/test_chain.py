@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from draftline.data.tokens import Sample
 from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.errors import DataError, TargetError
 from draftline.model.drafter import Drafter
@@ -21,10 +20,9 @@ from tests.tiny import (
     build_model,
     build_samples,
     build_shape,
-    build_step,
     build_target,
     chi_square_p,
-    pack_tensors,
+    teach,
 )
 
 PROMPTS = [s.input_ids.tolist() for s in build_samples((5, 17, 1, 9, 30), seed=1)]
@@ -54,19 +52,8 @@ def check_counts(decoded: Decoded, block: int) -> None:
 
 @pytest.fixture(scope="module")
 def trained(target: Target) -> Drafter:
-    """A drafter taught the target's own continuations of the prompts, so that much is accepted."""
-    plain = decoder(target, None).decode(PROMPTS, 40)
-    samples = []
-    for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True):
-        ids = torch.tensor(prompt + tokens, dtype=torch.int32).numpy()
-        mask = (torch.arange(len(ids)) >= len(prompt)).numpy()
-        samples.append(Sample("", ids, mask, False))
-    pack = pack_tensors(target, samples, 280, 6)
-    drafter = build_drafter(build_shape(target, block_size=6, sliding_layers=1, sliding_window=8))
-    step = build_step(target, drafter, max_anchors=48)
-    for _ in range(80):
-        step(pack)
-    return drafter.requires_grad_(False)
+    shape = build_shape(target, block_size=6, sliding_layers=1, sliding_window=8)
+    return teach(target, build_drafter(shape), PROMPTS, steps=80)
 
 
 @pytest.fixture(scope="module")

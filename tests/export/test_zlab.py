@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftline.data.tokens import Sample
 from draftline.decode.chain import ChainDecoder, DraftModel, draft_masks
 from draftline.errors import ConfigError, ParityError
 from draftline.export import zlab
@@ -25,9 +24,8 @@ from tests.tiny import (
     build_model,
     build_samples,
     build_shape,
-    build_step,
     build_target,
-    pack_tensors,
+    teach,
 )
 
 SHAPES: list[dict[str, Any]] = [
@@ -365,21 +363,8 @@ def test_rounds_of_dflash_are_our_rounds(
     endless = build_target(stop=())
     prompts = [s.input_ids.tolist() for s in build_samples((5, 17, 9), seed=1)]
     plain = ChainDecoder(endless, None, rows=3, slots=80).decode(prompts, 40).tokens
-    samples = [
-        Sample(
-            "",
-            torch.tensor(p + t, dtype=torch.int32).numpy(),
-            (torch.arange(len(p) + 40) >= len(p)).numpy(),
-            False,
-        )
-        for p, t in zip(prompts, plain, strict=True)
-    ]
-    drafter = build_drafter(build_shape(endless, **shape))
-    step = build_step(endless, drafter, max_anchors=32)
+    drafter = teach(endless, build_drafter(build_shape(endless, **shape)), prompts)
     block = drafter.shape.block_size
-    for _ in range(50):
-        step(pack_tensors(endless, samples, 160, block))
-    drafter.requires_grad_(False)
     theirs = load_theirs(dflash, export(endless, drafter, tmp_path / "out"))
     monkeypatch.setattr(dflash, "_cuda_time", time.perf_counter)
     model = build_model()

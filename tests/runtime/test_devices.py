@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from draftline.choices import Choices
 from draftline.errors import DeviceError
-from draftline.runtime.devices import describe_device, pick_device, synchronize
+from draftline.runtime.devices import describe_device, pick_device, synchronize, upload
 
 
 @pytest.fixture
@@ -62,3 +63,12 @@ def test_another_kind_of_device_is_refused(wanted: str) -> None:
 def test_a_cpu_is_described_and_needs_no_waiting() -> None:
     assert describe_device(torch.device("cpu")) == f"CPU, {torch.get_num_threads()} threads"
     synchronize(torch.device("cpu"))
+
+
+def test_an_uploaded_array_keeps_values_and_type_whatever_its_layout() -> None:
+    array = np.arange(24, dtype=np.int32).reshape(4, 6)
+    for view in (array, array.T, array[::2, ::-1], array[:, 3]):
+        tensor = upload(view, torch.device("cpu"))
+        assert tensor.dtype == torch.int32
+        assert tensor.is_contiguous()
+        assert tensor.tolist() == view.tolist()

@@ -233,3 +233,14 @@ def test_an_average_can_be_switched_on_at_a_resume() -> None:
     restored.load(optimizer.master_tensors(), optimizer.state())
     for name, value in restored.best_tensors().items():
         assert torch.equal(value, optimizer.master_tensors()[name])
+
+
+def test_an_average_can_be_switched_off_at_a_resume() -> None:
+    net, optimizer = build(ema=0.9)
+    backward(net, 0)
+    optimizer.update()
+    other, restored = build()
+    restored.load(optimizer.master_tensors(), optimizer.state())
+    backward(other, 1)
+    restored.update()
+    assert not any(name.startswith("average.") for name in restored.state())

@@ -268,6 +268,8 @@ def test_totals_are_means_over_a_stretch(target: Target, samples: list[Sample]) 
     correct = sum(r.slot_correct for r in results)
     total = sum(r.slot_total for r in results)
     assert values["slot_accuracy"] == pytest.approx((correct / total).tolist())
+    step.totals.begin_read()
+    assert step.totals.finish_read()["loss"] == pytest.approx(spied[3][0].loss.item())
 
 
 def test_nothing_measured_is_nan() -> None:
