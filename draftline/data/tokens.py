@@ -189,7 +189,8 @@ def tokenize(
             why["no_supervised_tokens"] = f"no answer within max_length={max_length} tokens"
         rejects += [Reject(file, int(line), conversation.id, *item) for item in why.items()]
         for sample in found:
-            if anchor_mask(sample.loss_mask, sample.truncated, block_size).any():
+            anchors = anchor_mask(sample.loss_mask, sample.truncated, block_size)
+            if anchors.any() and len(anchors) >= block_size:
                 samples.append(sample)
                 continue
             detail = f"{sample.loss_mask.sum()} supervised of {len(sample.loss_mask)} tokens"

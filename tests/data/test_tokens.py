@@ -243,7 +243,7 @@ def test_a_long_tail_past_max_length_is_not_rendered(template: str) -> None:
 
 def test_conversations_without_an_anchor_are_rejected_with_their_reason() -> None:
     conversations = [
-        talk("hello", "four", name="kept"),
+        talk("hello " * 11, "four", name="kept"),
         talk("hello " * 30, "four", name="far"),
         talk("hello", "the answer is four " * 9, name="cut"),
         Conversation("prompt", (Message("user", "hello"),), "talk.jsonl:4"),

@@ -1,0 +1,215 @@
+"""The commands as a user types them: output, exit codes, and bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftline.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
+    """Exit code, stdout, and log with stderr of `draftline ARGUMENTS`."""
+    caplog.set_level("INFO")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        caplog.clear()
+        monkeypatch.setattr(sys, "argv", ["draftline", *(str(a) for a in arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, caplog.text + err
+
+    return call
+
+
+def talk(number: int, answer: str = "the cat sat on the mat and ran away") -> dict[str, Any]:
+    return {
+        "id": str(number),
+        "messages": [
+            {"role": "user", "content": f"what is {number}?"},
+            {"role": "assistant", "content": f"{answer} {number}"},
+        ],
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path, target_dir: Callable[[str], Path]) -> Path:
+    (tmp_path / "talks.jsonl").write_text(
+        "".join(json.dumps(talk(n)) + "\n" for n in range(8)), encoding="utf-8"
+    )
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+        "target": {"path": str(target_dir("llama")), "tap_layers": [1, 2]},
+        "drafter": {"layers": 1},
+        "block_size": 4,
+        "token_budget": 160,
+        "max_batch_size": 4,
+        "max_anchors": 8,
+        "data": {"train": [str(tmp_path / "talks.jsonl")], "max_length": 128},
+        "train": {"steps": 3, "trackers": []},
+        "evaluate": {
+            "prompts": {"talks": str(tmp_path / "talks.jsonl")},
+            "max_new_tokens": 6,
+            "limit": 2,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_train_evaluate_and_export(run: Run, config: Path, tmp_path: Path) -> None:
+    code, out, err = run("train", config, "train.steps=4")
+    assert code == 0, err
+    assert "trained 4 steps" in out
+    assert "left out" not in err
+    result = tmp_path / "scores.json"
+    code, out, err = run("eval", tmp_path / "run", "--out", result)
+    assert code == 0, err
+    assert "accept_length" in out
+    score = json.loads(result.read_text())["scores"][0]
+    assert score["identical"] == score["compared"] == 2
+    assert score["accept_length"] == score["committed"] / score["rounds"]
+    code, out, err = run("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32")
+    assert code == 0, err
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    assert run("export", tmp_path / "run", tmp_path / "out")[0] == 2
+
+
+def test_rejected_rows_are_counted_and_listed(run: Run, config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text(file.read_text() + "not json\n" + json.dumps({"id": "x", "messages": []}) + "\n")
+    code, _, err = run("train", config)
+    assert code == 0, err
+    assert "left out 1 not_json, 1 empty_conversation" in err
+    listed = [json.loads(x) for x in (tmp_path / "run" / "rejects.jsonl").read_text().splitlines()]
+    assert {(x["line"], x["reason"]) for x in listed} == {
+        (9, "not_json"),
+        (10, "empty_conversation"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "empty"),
+        (b'{"id": "1", "messages": [{"role": "user", "content": "\xff\xfe"}]}\n', "UTF-8"),
+        (gzip.compress(json.dumps(talk(1)).encode() * 50)[:60], "gzip"),
+        (b'{"id": "1", "mess', "cut off"),
+        (json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode(), "no_assistant"),
+        (json.dumps({"messages": talk(1)["messages"][1:]}).encode(), "no_user"),
+        (json.dumps(talk(1, answer="") | {"messages": [
+            {"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]}).encode(),
+         "empty_turn"),
+        (json.dumps({"messages": [{"role": "user", "content": "hi"},
+                                  {"role": "assistant", "content": "a"}]}).encode(),
+         "shorter_than_a_block"),
+    ],
+)  # fmt: skip
+def test_a_data_file_with_nothing_usable_is_refused_by_name(
+    run: Run, config: Path, tmp_path: Path, content: bytes, expected: str
+) -> None:
+    (tmp_path / "talks.jsonl").write_bytes(content)
+    block = 64 if expected == "shorter_than_a_block" else 4
+    code, _, err = run("train", config, f"block_size={block}")
+    assert code == 2, err
+    assert expected.lower() in err.lower().replace("-", "_") or expected in err
+
+
+def test_arrays_gzip_and_long_conversations_are_read(
+    run: Run, config: Path, tmp_path: Path
+) -> None:
+    long = [{"role": ("user", "assistant")[n % 2], "content": f"turn {n}"} for n in range(300)]
+    rows = [talk(1), talk(2), {"id": "long", "messages": long}]
+    (tmp_path / "talks.jsonl").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    code, _, err = run("train", config)
+    assert code == 0, err
+    assert "3 samples of 3 rows" in err
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("target.path=/nowhere/model", "/nowhere/model"),
+        ("target.tap_layers=[1,5]", "last layer"),
+        ("target.tap_layers=[1,50]", "0..4"),
+        ("target.tap_layers=null", "too few"),
+        ("drafter.mask_token_id=100000", "outside the target's embedding"),
+        ("block_size=200", "block_size=200 clashes with data.max_length=128"),
+        ("train.stepz=3", "did you mean train.steps"),
+        ("run.device=cuda:7", "run.device=cuda:7"),
+        ("data.train=[missing.jsonl]", "missing.jsonl"),
+        ("data.train=[builtin:nothing]", "builtin:nothing"),
+        ("train.steps=", "train.steps or train.epochs"),
+    ],
+)
+def test_bad_settings_are_one_clear_line_and_exit_2(
+    run: Run, config: Path, override: str, expected: str
+) -> None:
+    code, _, err = run("train", config, override)
+    assert code == 2, err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert expected in last
+    assert "Traceback" not in err
+
+
+def test_a_run_directory_that_cannot_be_made(run: Run, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run("train", config, f"run.dir={tmp_path}/file/run")
+    assert code == 2
+    assert "run.dir=PATH" in err
+
+
+def test_evaluating_nothing_and_exporting_nothing(run: Run, config: Path, tmp_path: Path) -> None:
+    assert run("eval", tmp_path)[0] == 1
+    assert "neither a run directory nor a checkpoint" in run("export", tmp_path, "out")[2]
+    assert run("train", config)[0] == 0
+    code, _, err = run("eval", tmp_path / "run", "evaluate.prompts={}")
+    assert code == 2
+    assert "evaluate.prompts" in err
+
+
+def test_config_commands(run: Run, config: Path) -> None:
+    code, out, _ = run("config", "show", config, "max_anchors=5")
+    assert code == 0
+    assert yaml.safe_load(out)["max_anchors"] == 5
+    assert "is valid, hash" in run("config", "check", config)[1]
+    assert "loss.gamma" in run("config", "schema")[1]
+    assert json.loads(run("config", "schema", "--json")[1])["title"] == "Config"
+    assert run("config", "check", "nowhere.yaml")[0] == 2
+
+
+def test_regenerate(run: Run, tmp_path: Path, target_dir: Callable[[str], Path]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps(talk(n)) + "\n" for n in range(3)))
+    target = ["--target", target_dir("llama"), "--max-new-tokens", 5]
+    code, text, err = run("regenerate", prompts, "--out", out, *target)
+    assert code == 0, err
+    rows = [json.loads(x) for x in out.read_text().splitlines()]
+    assert f"{len(rows)} conversations" in text
+    assert all(r["finish_reason"] in ("stop", "length") for r in rows)
+    before = out.read_text()
+    assert run("regenerate", prompts, "--out", out, *target)[0] == 0
+    assert out.read_text() == before
