@@ -175,7 +175,13 @@ def evaluate_command(
 
     from draftline.choices import Choices
     from draftline.decode.chain import DraftModel
-    from draftline.decode.evaluate import PlainOutputs, evaluate, read_prompts, score_table
+    from draftline.decode.evaluate import (
+        PlainOutputs,
+        evaluate,
+        read_prompts,
+        score_details,
+        score_table,
+    )
     from draftline.runlog import provenance, write_atomic
     from draftline.train.inputs import open_target
     from draftline.train.restore import restore
@@ -203,6 +209,8 @@ def evaluate_command(
         progress=lambda text: print(text, file=sys.stderr),
     )
     _print_table(score_table(scores, f"{restored.checkpoint.path}"))
+    for score in scores:
+        print(score_details(score))
     if out is not None:
         facts = {
             "checkpoint": str(restored.checkpoint.path),

@@ -85,6 +85,8 @@ def test_train_evaluate_and_export(run: Run, config: Path, tmp_path: Path) -> No
     code, out, err = run("eval", tmp_path / "run", "--out", result)
     assert code == 0, err
     assert "accept_length" in out
+    assert "talks T=0: slots accepted " in out
+    assert "talks T=0: rounds by tokens committed 1:" in out
     score = json.loads(result.read_text())["scores"][0]
     assert score["identical"] == score["compared"] == 2
     assert score["accept_length"] == score["committed"] / score["rounds"]
@@ -99,7 +101,9 @@ def test_train_evaluate_and_export(run: Run, config: Path, tmp_path: Path) -> No
 
 def test_rejected_rows_are_counted_and_listed(run: Run, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
-    file.write_text(file.read_text() + "not json\n" + json.dumps({"id": "x", "messages": []}) + "\n")
+    file.write_text(
+        file.read_text() + "not json\n" + json.dumps({"id": "x", "messages": []}) + "\n"
+    )
     code, _, err = run("train", config)
     assert code == 0, err
     assert "left out 1 not_json, 1 empty_conversation" in err

@@ -220,5 +220,15 @@ def score_table(scores: Sequence[Score], title: str) -> Table:
     return table
 
 
+def score_details(score: Score) -> str:
+    """Per-slot acceptance and the histogram of committed tokens of one score, as two lines."""
+    slots = " ".join(_number(a, 2) for a in score.slot_acceptance)
+    counts = " ".join(f"{n}:{count}" for n, count in enumerate(score.committed_counts) if n)
+    return (
+        f"{score.name} T={score.temperature:g}: slots accepted {slots}\n"
+        f"{score.name} T={score.temperature:g}: rounds by tokens committed {counts}"
+    )
+
+
 def _number(value: float, digits: int) -> str:
     return "n/a" if math.isnan(value) else f"{value:.{digits}f}"

@@ -18,7 +18,22 @@ from draftline.train import loop
 from draftline.train.checkpoint import checkpoint_paths, load_checkpoint
 from draftline.train.loop import train
 
-WORDS = "hello there what is a the cat sat on mat and ran away again".split()
+WORDS = [
+    "hello",
+    "there",
+    "what",
+    "is",
+    "a",
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "mat",
+    "and",
+    "ran",
+    "away",
+    "again",
+]
 
 
 @pytest.fixture
