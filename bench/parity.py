@@ -17,7 +17,7 @@ import torch
 from machine import describe
 
 from draftline.choices import Choices
-from draftline.config import load_config
+from draftline.config_file import load_config
 from draftline.data.packing import build_pack, plan_packs
 from draftline.model.anchors import Anchors
 from draftline.model.init import init_drafter, measure_feature_scale

@@ -23,8 +23,8 @@ from torch import nn
 
 from draftline.choices import Choices
 from draftline.model.drafter import Drafter, DrafterShape
+from draftline.model.head import Head
 from draftline.model.losses import LossSpec
-from draftline.model.target import Head
 from draftline.runtime.compiled import CompileGate
 from draftline.train.optim import MasterAdamW
 from draftline.train.step import PackTensors, TrainStep

@@ -65,7 +65,7 @@ def _version(
 @config_app.command("show")
 def config_show(config: ConfigFile, overrides: Overrides = None) -> None:
     """Print the effective configuration, defaults and overrides included."""
-    from draftline.config import load_config
+    from draftline.config_file import load_config
 
     print(load_config(config, overrides or []).to_yaml(), end="")
 
@@ -73,7 +73,7 @@ def config_show(config: ConfigFile, overrides: Overrides = None) -> None:
 @config_app.command("check")
 def config_check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a configuration and print its hash."""
-    from draftline.config import load_config
+    from draftline.config_file import load_config
 
     print(f"{config} is valid, hash {load_config(config, overrides or []).digest()}")
 
@@ -85,7 +85,8 @@ def config_schema(
     """Print every key with its type, default and meaning."""
     import json
 
-    from draftline.config import Config, describe_keys
+    from draftline.config import Config
+    from draftline.config_file import describe_keys
 
     if as_json:
         print(json.dumps(Config.model_json_schema(), indent=2))
@@ -151,7 +152,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a drafter."""
-    from draftline.config import load_config
+    from draftline.config_file import load_config
     from draftline.train.loop import train as run
 
     done = run(load_config(config, overrides or []), resume=resume, accept_changes=accept_changes)

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from draftline.config import (
-    Config,
-    build_config,
-    changed_keys,
-    describe_keys,
-    known_keys,
-    load_config,
-)
+from draftline.config import Config
+from draftline.config_file import build_config, changed_keys, describe_keys, known_keys, load_config
 from draftline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

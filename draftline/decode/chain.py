@@ -19,6 +19,7 @@ from draftline.decode.verify import Verdict, accept_greedy, accept_sampled, draw
 from draftline.errors import DataError
 from draftline.model.drafter import Drafter
 from draftline.model.kv_cache import StaticKV
+from draftline.model.masks import draft_masks
 from draftline.model.target import Target
 from draftline.runtime.devices import synchronize
 from draftline.runtime.graphs import Replayed
@@ -249,7 +250,9 @@ class ChainDecoder:
         masked = torch.full_like(anchor, drafter.shape.mask_token_id).expand(-1, self.block - 1)
         embedded = self.target.embed(torch.cat([anchor, masked], dim=1))
         cache.begin(positions, self._window)
-        full, sliding = draft_masks(drafter, self._start, positions, self._slot[: self._window])
+        full, sliding = draft_masks(
+            self._start, positions, self._slot[: self._window], drafter.shape.sliding_window
+        )
         hidden = drafter.draft(embedded, positions, self._draft_extend, full, sliding)
         logits = self._draft_head.logits(hidden[:, 1:])
         if self.temperature == 0:
@@ -301,21 +304,3 @@ class ChainDecoder:
         self._start.add_(count)
         finished = (first_stop < self.block) & (count > first_stop)
         self._done.logical_or_(finished | (self._start + 1 >= self._limit))
-
-
-def draft_masks(
-    drafter: Drafter, start: Tensor, positions: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Boolean masks `[rows, 1, block, slots]` of full and of sliding layers while drafting.
-
-    Context slots lie before the anchor `start [rows]`; the block itself lies at
-    `positions [rows, block]` and is bidirectional in full layers, causal in sliding ones.
-    """
-    query = positions[:, None, :, None]
-    key = slots[None, None, None, :]
-    end = start[:, None, None, None] + positions.shape[1]
-    full = (key < end).expand(-1, 1, positions.shape[1], -1)
-    window = drafter.shape.sliding_window
-    if not drafter.shape.sliding_layers or window is None:
-        return full, None
-    return full, (key <= query) & (query - key < window)

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.table import Table
 
 from draftline.choices import Choices
-from draftline.config import Config, load_config
+from draftline.config import Config
+from draftline.config_file import load_config
 from draftline.decode.chain import DraftModel
 from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts
 from draftline.demo import demo_config
@@ -18,8 +19,9 @@ from draftline.export.zlab import export_zlab
 from draftline.model.drafter import Drafter
 from draftline.train.checkpoint import checkpoint_paths
 from draftline.train.inputs import Inputs, prepare
-from draftline.train.loop import feature_source, first_drafter, train
+from draftline.train.loop import train
 from draftline.train.restore import restore
+from draftline.train.start import feature_source, first_drafter
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftline.model.target import Head
+from draftline.model.head import Head
 
 
 @dataclass(frozen=True, slots=True)

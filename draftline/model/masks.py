@@ -62,6 +62,24 @@ def block_mask(
     )
 
 
+def draft_masks(
+    start: Tensor, positions: Tensor, slots: Tensor, window: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Boolean masks `[rows, 1, block, slots]` of full and of sliding layers while decoding.
+
+    `slots [slots]` are the cache slots looked at. Context slots lie before the anchor
+    `start [rows]`; the block itself lies at `positions [rows, block]` and is bidirectional in full
+    layers, causal in sliding ones. Without a window there is no second mask.
+    """
+    query = positions[:, None, :, None]
+    key = slots[None, None, None, :]
+    end = start[:, None, None, None] + positions.shape[1]
+    full = (key < end).expand(-1, 1, positions.shape[1], -1)
+    if window is None:
+        return full, None
+    return full, (key <= query) & (query - key < window)
+
+
 def _rule(
     anchors: Anchors, context: int, block_size: int, window: int | None
 ) -> Callable[[Tensor, Tensor], Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,34 +17,12 @@ from torch import Tensor, nn
 from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.attention import TARGET_ATTENTION, target_attention
+from draftline.model.head import Head
 from draftline.model.kv_cache import StaticKV
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
 
 _DTYPES = ("auto", "float32", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """How hidden states become logits: `softcap(multiplier * hidden @ weight.T)`.
-
-    `weight [vocab, hidden]` is frozen. `softcap` is None or the bound of a tanh (Gemma).
-    """
-
-    weight: Tensor
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits `[..., vocab]` of final-norm hidden states `[..., hidden]`."""
-        logits = (hidden @ self.weight.t()).float() * self.multiplier
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def restricted(self, token_ids: Tensor) -> Head:
-        """The head over the sub-vocabulary `token_ids [draft_vocab]`, in that order."""
-        return Head(self.weight[token_ids].contiguous(), self.multiplier, self.softcap)
 
 
 class Target:

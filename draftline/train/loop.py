@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftline.choices import Choices
-from draftline.config import Config, changed_keys
+from draftline.config import Config
 from draftline.data.conversations import write_rejects
 from draftline.data.packing import Pack, build_pack, plan_packs
 from draftline.errors import CheckpointError, ResumeError, RunError
-from draftline.model.drafter import Drafter
-from draftline.model.init import init_drafter, measure_feature_scale
 from draftline.model.losses import LossSpec
 from draftline.runlog import RunLog, provenance, source_diff
 from draftline.runtime.compiled import CompileGate
@@ -30,23 +24,17 @@ from draftline.runtime.devices import describe_device, synchronize
 from draftline.train.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    checkpoint_paths,
-    latest_checkpoint,
 )
-from draftline.train.features import FeatureSource
 from draftline.train.inputs import Inputs, prepare
+from draftline.train.interrupts import interrupts
 from draftline.train.optim import MasterAdamW
 from draftline.train.plan import plan_run
+from draftline.train.resume import find_checkpoint
+from draftline.train.start import feature_source, first_drafter
 from draftline.train.step import PackTensors, TrainStep
 from draftline.train.trackers import Trackers
 
 log = logging.getLogger(__name__)
-
-# Conversations on which the feature scale is measured.
-_SCALE_SAMPLES = 32
-# Keys that say where and how often, not what is computed.
-_FREE_KEYS = ("run.dir", "evaluate.", "train.log_every", "train.checkpoint_every",
-              "train.keep_checkpoints", "train.trackers")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +65,7 @@ def train(
     """
     choices = choices or Choices(strict=config.run.strict_choices)
     run_dir = Path(config.run.dir)
-    checkpoint = _find_checkpoint(config, run_dir, resume, accept_changes)
+    checkpoint = find_checkpoint(config, run_dir, resume, accept_changes)
     with RunLog(run_dir) as runlog:
         choices.follow(runlog.event)
         runlog.write("config.yaml", config.to_yaml())
@@ -93,36 +81,6 @@ def train(
             if checkpoint is not None:
                 run.load(checkpoint)
             return run.go()
-
-
-def _find_checkpoint(
-    config: Config, run_dir: Path, resume: bool, accept_changes: bool
-) -> Checkpoint | None:
-    present = checkpoint_paths(run_dir / "checkpoints")
-    if not resume:
-        if present:
-            raise ResumeError(
-                f"{run_dir} already holds {present[0].name}; continue it with --resume, or choose "
-                "another run.dir"
-            )
-        return None
-    if not present:
-        raise ResumeError(f"--resume: {run_dir} holds no checkpoint; start it without --resume")
-    checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    changes = {
-        key: pair
-        for key, pair in changed_keys(
-            checkpoint.state["config"], config.model_dump(mode="json")
-        ).items()
-        if not key.startswith(_FREE_KEYS)
-    }
-    if changes and not accept_changes:
-        listed = "; ".join(f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items())
-        raise ResumeError(
-            f"{checkpoint.path} was trained with another configuration ({listed}); restore those "
-            "keys, or continue all the same with --accept-changes"
-        )
-    return checkpoint
 
 
 class _Run:
@@ -362,52 +320,3 @@ class _Run:
         self.writer.save(self.done_steps, groups, state)
         self._saved_step = self.done_steps
         self.runlog.event("checkpoint", {"step": self.done_steps})
-
-
-@contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one raises KeyboardInterrupt at once."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        log.warning("interrupted: finishing the step and writing a checkpoint (again: stop now)")
-        event.set()
-
-    previous = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def feature_source(config: Config, inputs: Inputs) -> FeatureSource:
-    """The source of features that `config` asks for, not yet filled."""
-    return FeatureSource(
-        inputs.target,
-        last_hidden=config.loss.soft_labels > 0,
-        batch_tokens=config.token_budget,
-        most=config.max_batch_size,
-    )
-
-
-def first_drafter(
-    config: Config, inputs: Inputs, source: FeatureSource, choices: Choices
-) -> Drafter:
-    """The drafter that a run of `config` starts from: float32, feature scale measured."""
-    drafter = init_drafter(
-        inputs.shape,
-        inputs.target,
-        init=config.drafter.init,
-        seed=config.run.seed,
-        choices=choices,
-    )
-    if config.drafter.feature_scale:
-        spread = inputs.samples[:: max(1, len(inputs.samples) // _SCALE_SAMPLES)]
-        features = source.measure(spread[:_SCALE_SAMPLES])
-        drafter.feature_scale.copy_(measure_feature_scale(features))
-    return drafter

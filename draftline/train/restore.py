@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftline.config import Config, build_config
+from draftline.config import Config
+from draftline.config_file import build_config
 from draftline.errors import CheckpointError, TargetError
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftline.decode.chain import ChainDecoder, DraftModel, draft_masks
+from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.errors import ConfigError, ParityError
 from draftline.export import zlab
 from draftline.export.zlab import build_config, export_tensors, export_zlab, load_zlab
 from draftline.model.drafter import Drafter
+from draftline.model.head import Head
 from draftline.model.kv_cache import StaticKV
-from draftline.model.target import Head, Target
+from draftline.model.masks import draft_masks
+from draftline.model.target import Target
 from tests.tiny import (
     build_drafter,
     build_model,
@@ -291,7 +293,10 @@ class Ours:
         positions = start + torch.arange(block.shape[1])[None]
         self.cache.begin(positions, self.slots)
         full, sliding = draft_masks(
-            self.drafter, torch.tensor([start]), positions, torch.arange(self.slots)
+            torch.tensor([start]),
+            positions,
+            torch.arange(self.slots),
+            self.drafter.shape.sliding_window,
         )
         return self.drafter.draft(block, positions, self.extend, full, sliding)
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftline.decode.chain import draft_masks
 from draftline.model.anchors import Anchors
 from draftline.model.attention import dense_attention
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.kv_cache import StaticKV
-from draftline.model.masks import dense_mask
+from draftline.model.masks import dense_mask, draft_masks
 from tests.tiny import build_drafter
 
 LENGTHS = (9, 14, 6)
@@ -102,7 +101,9 @@ def decoded(
         done += positions.shape[1]
     positions = length + torch.arange(packed.shape.block_size)[None]
     cache.begin(positions, slots)
-    full, sliding = draft_masks(drafter, torch.tensor([length]), positions, torch.arange(slots))
+    full, sliding = draft_masks(
+        torch.tensor([length]), positions, torch.arange(slots), drafter.shape.sliding_window
+    )
     return drafter.draft(packed.blocks[block][None], positions, extend, full, sliding)[0]
 
 

@@ -13,7 +13,8 @@ from fakes import tiny_model, tiny_tokenizer
 from torch import nn
 
 from draftline.choices import Choices
-from draftline.config import Config, build_config
+from draftline.config import Config
+from draftline.config_file import build_config
 from draftline.errors import ConfigError, TargetError
 from draftline.model.drafter import Drafter
 from draftline.model.init import build_shape, init_drafter, measure_feature_scale

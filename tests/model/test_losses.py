@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftline.model.head import Head
 from draftline.model.losses import LossResult, LossSpec, build_chunk_loss, head_loss
-from draftline.model.target import Head
 
 BLOCKS, SLOTS, HIDDEN, VOCAB = 7, 5, 12, 23
 

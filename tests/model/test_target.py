@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
+from draftline.model.head import Head
 from draftline.model.kv_cache import StaticKV
-from draftline.model.target import Head, Target, load_target
+from draftline.model.target import Target, load_target
 
 CPU = torch.device("cpu")
 Build = Callable[[str], Path]

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from draftline.config import Config, build_config
+from draftline.config import Config
+from draftline.config_file import build_config
 from draftline.train.inputs import _key
 from tests.tiny import build_samples, build_target
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftline.config import Config, build_config
+from draftline.config import Config
+from draftline.config_file import build_config
 from draftline.errors import CheckpointError, ResumeError, RunError
 from draftline.train import loop
 from draftline.train.checkpoint import checkpoint_paths, load_checkpoint

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tiny import build_target
 
-from draftline.config import Config, build_config
+from draftline.config import Config
+from draftline.config_file import build_config
 from draftline.data.packing import Pack, PackPlan
 from draftline.errors import ConfigError
 from draftline.model.drafter import DrafterShape
