@@ -51,6 +51,7 @@ def _quiet_transformers() -> None:
     """Keeps transformers' bars and advice out of the output; read when it is first imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 @app.callback(invoke_without_command=True)
