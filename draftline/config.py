@@ -91,7 +91,7 @@ class DrafterSection(_Section):
         "scratch", description="target copies the target's last layers where shapes allow."
     )
     feature_scale: bool = Field(
-        True,
+        False,
         description="Train fc on features divided by a per-channel scale measured on the data; "
         "folded into fc.weight at export.",
     )
@@ -174,7 +174,10 @@ class FeatureSection(_Section):
     )
     dir: str | None = Field(None, description="Folder of the disk cache; null: inside run.dir.")
     noise: float = Field(
-        0.0, ge=0, description="Gaussian noise on features, in units of the channel scale."
+        0.0,
+        ge=0,
+        description="Deviation of Gaussian noise on features: absolute, or in units of each "
+        "channel's scale with drafter.feature_scale.",
     )
 
     @model_validator(mode="after")
