@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """`token_ids [draft_vocab]` int64 on the device, or None for the whole vocabulary. `key` is the
-    same exactly when the features would be: same tokens, target and taps."""
+    """`token_ids [draft_vocab]` int64 on the device, or None for the whole vocabulary. `cut_turns`
+    answers begin behind data.max_length. `key` is the same exactly when the features would be."""
 
     device: torch.device
     target: Target
@@ -39,6 +39,7 @@ class Inputs:
     rejects: tuple[Reject, ...]
     rows: int
     supervised_tokens: int
+    cut_turns: int
     shape: DrafterShape
     token_ids: Tensor | None
     key: str
@@ -53,6 +54,10 @@ class Inputs:
             f"data: {len(self.samples)} samples of {self.rows} rows, {self.tokens} tokens, "
             f"{self.supervised_tokens} supervised"
         )
+        if cut := sum(s.truncated for s in self.samples):
+            text += f"; {cut} samples end early (data.max_length, or cut by their generator)"
+        if self.cut_turns:
+            text += f"; {self.cut_turns} answers lie behind data.max_length"
         if self.rejects:
             counts = Counter(r.reason for r in self.rejects)
             text += "; left out " + ", ".join(f"{n} {reason}" for reason, n in counts.items())
@@ -109,6 +114,7 @@ def prepare(config: Config, choices: Choices) -> Inputs:
         rejects=rejects,
         rows=reading.rows,
         supervised_tokens=tokenized.supervised_tokens,
+        cut_turns=tokenized.cut_turns,
         shape=build_shape(config, target, mask_token),
         token_ids=token_ids,
         key=_key(config, tokenized.samples, target),
