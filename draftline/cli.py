@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from draftline import __version__
-from draftline.errors import DraftlineError
+from draftline.errors import ConfigError, DraftlineError
 
 app = typer.Typer(
     help="Train, evaluate and export block-diffusion drafters for speculative decoding.",
@@ -103,20 +103,29 @@ def regenerate(
     target: Annotated[str, typer.Option(help="Target, as target.path.")] = "builtin:smollm2",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Longer answers are cut and marked finish_reason=length.")
+    ] = 512,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Longer prompts are left out and counted.")
+    ] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="First conversations only.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
 ) -> None:
-    """Replace every answer by the target's own, which is what a drafter must be trained on."""
+    """Replace every answer by the target's own, which is what a drafter must be trained on.
+
+    Rows that OUT already holds are kept as they are and skipped, so an interrupted call continues.
+    """
     from draftline.choices import Choices
     from draftline.data.conversations import read_conversations
     from draftline.decode.regenerate import regenerate as run
     from draftline.model.target import load_target
     from draftline.runtime.devices import pick_device
 
+    if any(file.exists() and out.exists() and file.samefile(out) for file in files):
+        raise ConfigError(f"--out {out} is one of the files with the prompts; name another file")
     choices = Choices()
     reading = read_conversations(files, need_answer=False)
     for reason, count in reading.counts().items():
@@ -172,7 +181,11 @@ def evaluate_command(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="JSON with every number.")] = None,
 ) -> None:
-    """Decode prompts with a trained drafter and without, and compare."""
+    """Decode prompts with a trained drafter and without, and compare.
+
+    RUN stands for its newest whole checkpoint. Overrides may change evaluate.*, run.*, target.path,
+    target.dtype and data.template; the rest is fixed by the training.
+    """
     import json
 
     from draftline.choices import Choices
@@ -188,6 +201,8 @@ def evaluate_command(
     from draftline.train.inputs import open_target
     from draftline.train.restore import restore
 
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.parent}; make it first")
     restored = restore(run, overrides)
     config = restored.config
     choices = Choices(strict=config.run.strict_choices)
@@ -236,10 +251,11 @@ def export(
     import torch
 
     from draftline.choices import Choices
-    from draftline.export.zlab import export_zlab
+    from draftline.export.zlab import check_export, export_zlab
     from draftline.train.inputs import open_target
     from draftline.train.restore import restore
 
+    check_export(out, dtype, overwrite)
     restored = restore(run, ["run.device=cpu"])
     target = open_target(restored.config, Choices())
     restored.check_target(target)

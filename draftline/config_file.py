@@ -56,6 +56,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"config {path} is not YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"config {path}, {error}") from None
+    if tree is None:
+        raise ConfigError(f"config {path} is empty; see configs/ for examples")
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path} holds {type(tree).__name__}, not a mapping of keys")
     return build_config(tree, overrides)

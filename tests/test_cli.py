@@ -189,12 +189,23 @@ def test_a_run_directory_that_cannot_be_made(run: Run, config: Path, tmp_path: P
 
 
 def test_evaluating_nothing_and_exporting_nothing(run: Run, config: Path, tmp_path: Path) -> None:
-    assert run("eval", tmp_path)[0] == 1
-    assert "neither a run directory nor a checkpoint" in run("export", tmp_path, "out")[2]
+    assert run("eval", tmp_path / "nowhere")[0] == 2
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert run("eval", empty)[0] == 1
+    err = run("export", empty, tmp_path / "out")[2]
+    assert "neither a run directory nor a checkpoint" in err
     assert run("train", config)[0] == 0
     code, _, err = run("eval", tmp_path / "run", "evaluate.prompts={}")
     assert code == 2
     assert "evaluate.prompts" in err
+    code, _, err = run("eval", tmp_path / "run", "block_size=8")
+    assert code == 2
+    assert "fixed by the training" in err
+    assert run("eval", tmp_path / "run", "--out", tmp_path / "no" / "x.json")[0] == 2
+    code, _, err = run("export", tmp_path / "run", tmp_path / "out", "--dtype", "int8")
+    assert code == 2
+    assert "--dtype=int8" in err
 
 
 def test_config_commands(run: Run, config: Path) -> None:
@@ -218,4 +229,8 @@ def test_regenerate(run: Run, tmp_path: Path, target_dir: Callable[[str], Path])
     assert all(r["finish_reason"] in ("stop", "length") for r in rows)
     before = out.read_text()
     assert run("regenerate", prompts, "--out", out, *target)[0] == 0
+    assert out.read_text() == before
+    code, _, err = run("regenerate", out, "--out", out, *target)
+    assert code == 2
+    assert "one of the files with the prompts" in err
     assert out.read_text() == before

@@ -250,7 +250,7 @@ def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "holds NoneType, not a mapping"),
+        ("", "is empty"),
         ("- a\n- b\n", "holds list, not a mapping"),
         ("train: [1\n", "is not YAML"),
         ("train: !!python/object:os.system {}\n", "is not YAML"),

@@ -7,6 +7,7 @@ says. Every assistant turn is generated anew in order, each with the new earlier
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from draftline.data.conversations import Conversation
 from draftline.decode.chain import ChainDecoder
 from draftline.errors import DataError
 from draftline.model.target import Target
+
+log = logging.getLogger(__name__)
 
 # Buffers are sized for a few prompt lengths, so that short prompts do not pay for long ones.
 _PROMPT_SLOTS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -100,7 +103,17 @@ def regenerate(
     new_tokens = 0
     opened = 0  # every decoder draws its own noise
     written = 0
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if present:
+        log.info(
+            "%s already holds %d conversations, which are kept; move it away to start anew",
+            out,
+            len(present),
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
+    except OSError as error:
+        raise DataError(f"--out {out} cannot be written: {error.strerror}") from None
     while active:
         waiting: list[tuple[_Dialogue, list[int]]] = []
         ended = []

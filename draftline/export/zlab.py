@@ -102,6 +102,14 @@ def export_tensors(drafter: Drafter, token_ids: Tensor | None, dtype: str) -> di
     return tensors
 
 
+def check_export(out: Path, dtype: str, overwrite: bool) -> None:
+    """Raises ConfigError for what can be refused before anything is loaded."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype={dtype} is not one of {', '.join(_DTYPES)}")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} exists; choose another directory or pass --overwrite")
+
+
 def export_zlab(
     drafter: Drafter,
     target: Target,
@@ -117,8 +125,7 @@ def export_zlab(
     Raises ConfigError when `out` exists and is not to be overwritten or is no export, or cannot be
     written; ParityError when what was read back is not what was exported.
     """
-    if out.exists() and not overwrite:
-        raise ConfigError(f"{out} exists; choose another directory or pass --overwrite")
+    check_export(out, dtype, overwrite)
     if out.exists() and not _is_export(out):
         raise ConfigError(
             f"{out} is not an exported drafter and nothing else, so --overwrite leaves it "
@@ -133,6 +140,8 @@ def export_zlab(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        # safetensors writes for its owner only; a server often runs as somebody else.
+        (scratch / "model.safetensors").chmod(0o644)
         write_atomic(scratch / "config.json", json.dumps(config, indent=2) + "\n")
         shutil.rmtree(out, ignore_errors=True)
         scratch.replace(out)

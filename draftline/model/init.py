@@ -45,7 +45,8 @@ def build_shape(config: Config, target: Target, mask_token_id: int) -> DrafterSh
         num_taps=len(target.taps),
         block_size=config.block_size,
         mask_token_id=mask_token_id,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        # Six digits: a float32 detour in some configs turns 1e-5 into 9.999999747378752e-06.
+        rms_norm_eps=float(f"{getattr(text, 'rms_norm_eps', 1e-6):.6g}"),
         rope_theta=config.drafter.rope_theta or _rope_theta(text),
         sliding_layers=config.drafter.sliding_layers,
         sliding_window=config.drafter.sliding_window,

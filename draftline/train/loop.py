@@ -146,8 +146,8 @@ class _Run:
         state = checkpoint.state
         if state["features"] != self.inputs.key:
             raise ResumeError(
-                f"{checkpoint.path} was trained on other data, another target or other taps (the "
-                "files behind the same names have changed); start a new run"
+                f"{checkpoint.path} was trained on other data, another target or other taps (files "
+                "behind the same names may have changed); start a new run"
             )
         tensors = checkpoint.tensors
         self.drafter.feature_scale.copy_(tensors["drafter"]["feature_scale"])

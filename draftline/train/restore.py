@@ -11,10 +11,12 @@ from torch import Tensor
 
 from draftline.config import Config
 from draftline.config_file import build_config
-from draftline.errors import CheckpointError, TargetError
+from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
 from draftline.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+
+_FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,26 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
 
     `overrides` change its configuration. Raises CheckpointError or ConfigError.
     """
+    fixed = [o for o in overrides or [] if not o.startswith(_FREE_KEYS)]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: fixed by the training of {path}; only evaluate.*, run.*, "
+            "target.path, target.dtype and data.template can be changed afterwards"
+        )
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give a run directory or a checkpoint")
     if (path / "state.json").exists():
         checkpoint = load_checkpoint(path)
     elif (path / "checkpoints").is_dir():
         checkpoint = latest_checkpoint(path / "checkpoints")
     else:
-        raise CheckpointError(f"{path} is neither a run directory nor a checkpoint")
+        unfinished = (path / "config.yaml").exists()
+        what = (
+            "a run without a checkpoint yet"
+            if unfinished
+            else "neither a run directory nor a checkpoint"
+        )
+        raise CheckpointError(f"{path} is {what}")
     state: dict[str, Any] = checkpoint.state
     try:
         return Restored(
