@@ -55,9 +55,3 @@ class StaticKV:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are always given, so no model may derive them from the cache."""
         return 0
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all keys and values."""
-        tensors = (*self._keys.values(), *self._values.values())
-        return sum(t.numel() * t.element_size() for t in tensors)

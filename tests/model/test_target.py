@@ -306,7 +306,6 @@ def test_the_cache_never_shows_slots_behind_the_visible_ones() -> None:
     assert torch.equal(keys[0, :, 0], new[0, :, 0])
     assert torch.equal(keys[1, :, :3], new[1])
     assert torch.equal(keys[1, :, 7:9], late[1])
-    assert cache.bytes_held == 2 * (2 * 1 * 10 * 4) * 4
 
 
 def test_targets_whose_state_cannot_be_rewound_are_not_decodable(
