@@ -234,3 +234,12 @@ def test_regenerate(run: Run, tmp_path: Path, target_dir: Callable[[str], Path])
     assert code == 2
     assert "one of the files with the prompts" in err
     assert out.read_text() == before
+
+
+def test_prompts_that_cannot_be_used_are_said(run: Run, config: Path, tmp_path: Path) -> None:
+    assert run("train", config)[0] == 0
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(talk(1)) + "\nnot json\n")
+    code, _, err = run("eval", tmp_path / "run", f"evaluate.prompts.talks={prompts}")
+    assert code == 0, err
+    assert "talks: left out 1 prompts: not_json" in err

@@ -198,7 +198,8 @@ def tokenize(
     if not samples:
         raise DataError(
             f"no sample to train on: {describe_rejects(rejects)}. Likely the template refuses the "
-            f"turns (see data.template) or data.max_length={max_length} cuts before the answers"
+            f"turns (see data.template), data.max_length={max_length} cuts before the answers, or "
+            f"block_size={block_size} is longer than the conversations"
         )
     tokens = sum(len(sample.input_ids) for sample in samples)
     supervised = sum(int(sample.loss_mask.sum()) for sample in samples)

@@ -3,6 +3,7 @@ output is the target's own."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,8 @@ from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.demo import resolve_data
 from draftline.errors import DataError
 from draftline.model.target import Target
+
+log = logging.getLogger(__name__)
 
 Prompts = list[list[int]]
 
@@ -67,6 +70,8 @@ def read_prompts(
     rendered: dict[str, Prompts] = {}
     for name, source in names.items():
         reading = read_conversations(resolve_data(source), need_answer=False)
+        for reason, count in reading.counts().items():
+            log.warning("%s: left out %d prompts: %s", name, count, reason)
         prompts: Prompts = []
         for conversation in reading.conversations[:limit]:
             turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
