@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,37 +139,33 @@ class FeatureSource:
             if finished:
                 return
         finished_tokens = 0
-        for group in _batches(lengths, self._batch_tokens, self._most):
-            part = torch.zeros(
-                sum(lengths[i] for i in group),
-                self.width,
-                dtype=self._target.dtype,
-                device=self._target.device,
-            )
-            self._run([samples[i] for i in group], part)
-            begin = 0
-            for index in group:
-                offset, length = self._offsets[index], lengths[index]
-                self._cache[offset : offset + length] = part[begin : begin + length].cpu()
-                begin += length
-            finished_tokens += begin
+        for index, rows in self._computed(samples):
+            self._cache[self._offsets[index] : self._offsets[index + 1]] = rows.cpu()
+            finished_tokens += lengths[index]
             progress(finished_tokens, total)
         if done is not None:
             done.touch()
 
     def _compute(self, samples: Sequence[Sample], row: Tensor) -> None:
         """Writes the samples' features back to back into `row`."""
+        offsets = [0, *np.cumsum([len(s.input_ids) for s in samples]).tolist()]
+        for index, rows in self._computed(samples):
+            row[offsets[index] : offsets[index + 1]] = rows
+
+    def _computed(self, samples: Sequence[Sample]) -> Iterator[tuple[int, Tensor]]:
+        """Index and features `[tokens, width]` of every sample, in the order of the forwards."""
         lengths = [len(s.input_ids) for s in samples]
-        offsets = [0, *np.cumsum(lengths).tolist()]
         for group in _batches(lengths, self._batch_tokens, self._most):
-            part = [samples[i] for i in group]
             buffer = torch.empty(
-                sum(lengths[i] for i in group), self.width, dtype=row.dtype, device=row.device
+                sum(lengths[i] for i in group),
+                self.width,
+                dtype=self._target.dtype,
+                device=self._target.device,
             )
-            self._run(part, buffer)
+            self._run([samples[i] for i in group], buffer)
             begin = 0
             for index in group:
-                row[offsets[index] : offsets[index + 1]] = buffer[begin : begin + lengths[index]]
+                yield index, buffer[begin : begin + lengths[index]]
                 begin += lengths[index]
 
     def _run(self, samples: Sequence[Sample], out: Tensor) -> None:

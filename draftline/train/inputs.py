@@ -18,7 +18,6 @@ from draftline.config import Config
 from draftline.data.conversations import Reject, read_conversations
 from draftline.data.tokens import Sample, token_counts, tokenize
 from draftline.demo import resolve_data
-from draftline.errors import DataError
 from draftline.model.drafter import DrafterShape
 from draftline.model.init import build_shape
 from draftline.model.target import Target, load_target
@@ -91,14 +90,6 @@ def prepare(config: Config, choices: Choices) -> Inputs:
         template_kwargs=config.data.template,
     )
     rejects = (*reading.rejects, *tokenized.rejects)
-    if not tokenized.samples:
-        reasons = Counter(r.reason for r in rejects)
-        raise DataError(
-            "no conversation can be trained on: "
-            + ", ".join(f"{n} {reason}" for reason, n in reasons.items())
-            + f"; blocks have {config.block_size} tokens, data.max_length is "
-            f"{config.data.max_length}"
-        )
     rows = max(target.vocab_size, int(target.embedding.shape[0]))
     used = np.zeros(rows, np.int64)
     for sample in tokenized.samples:

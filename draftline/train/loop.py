@@ -283,7 +283,8 @@ class _Run:
         self.gate.check()
         rate = steps / max(seconds, 1e-9)
         values |= {
-            "learning_rate": float(self.optimizer.rate),
+            # Worked out on the host: reading the device's would wait for the step just queued.
+            "learning_rate": float(self.optimizer.rate_at(torch.tensor(step - 1))),
             "epoch": self.epoch,
             "seconds": self._seconds(),
             "step_ms": 1000 / rate,

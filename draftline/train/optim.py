@@ -72,6 +72,16 @@ class MasterAdamW:
         )
         self.average = [m.detach().clone() for m in self.masters] if ema is not None else None
 
+    def rate_at(self, step: Tensor) -> Tensor:
+        """The learning rate of 0-based `step`, on its device: on the host for a host tensor."""
+        return learning_rate(
+            step,
+            peak=self._peak,
+            total_steps=self._total,
+            warmup_ratio=self._warmup,
+            min_ratio=self._floor,
+        )
+
     def update(self) -> Tensor:
         """Applies the working gradients and clears them; returns their norm before clipping."""
         if self._separate:
@@ -82,15 +92,7 @@ class MasterAdamW:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if self._clip is not None:
             torch._foreach_mul_(grads, (self._clip / (norm + 1e-6)).clamp_max(1.0))
-        self.rate.copy_(
-            learning_rate(
-                self.step_count,
-                peak=self._peak,
-                total_steps=self._total,
-                warmup_ratio=self._warmup,
-                min_ratio=self._floor,
-            )
-        )
+        self.rate.copy_(self.rate_at(self.step_count))
         # The fused kernel leaves everything as it is where found_inf is set: a non-finite gradient
         # must not destroy the weights before the host hears of it.
         self._adam.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
