@@ -1,251 +1,36 @@
 """The typed, strict configuration of a run.
 
-Every key has a type, a default that runs on one CPU where that is possible, and a description; the
-descriptions are what `draftline config schema` prints. Unknown keys are errors that name the nearest
-right key. `None` (YAML `null`) always means off or "choose for me", as the description says.
+Unknown keys are errors that name the nearest right key; the keys themselves are described in
+`config_sections.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
+from pydantic import Field, model_validator
+
+from draftline.config_sections import (
+    DataSection,
+    DrafterSection,
+    EvaluateSection,
+    FeatureSection,
+    LossSection,
+    RunSection,
+    Section,
+    TargetSection,
+    TopologySection,
+    TrainSection,
 )
-from pydantic_core import PydanticCustomError
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # YAML reads yes, on and off as flags, and pydantic reads a flag as 1 or 0.
-        if (
-            isinstance(value, bool)
-            and cls.model_fields[info.field_name or ""].annotation is not bool
-        ):
-            raise PydanticCustomError(
-                "flag", "Input should not be a flag; null is what turns a key off"
-            )
-        return value
-
-
-class RunSection(_Section):
-    dir: str = Field("runs/draftline", description="Run directory: log, metrics, checkpoints.")
-    seed: int = Field(0, ge=0, description="Seeds initialisation, data order, anchors and noise.")
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto takes cuda:0 where there is one, else cpu; the choice is recorded.",
-    )
-    strict_choices: bool = Field(
-        False, description="Make every recorded fallback an error instead of a warning."
-    )
-
-
-class TargetSection(_Section):
-    path: str = Field(
-        description="Directory or hub name of a Hugging Face causal LM, a .gguf file, or builtin:smollm2."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 on CUDA, float32 on CPU."
-    )
-    num_taps: int = Field(5, ge=1, description="Layers read, spread by the z-lab rule.")
-    tap_layers: list[int] | None = Field(
-        None, description="Explicit 0-based layer ids (z-lab target_layer_ids) instead of num_taps."
-    )
-    trust_remote_code: bool = Field(False, description="Passed to transformers.")
-
-
-class DrafterSection(_Section):
-    layers: int = Field(5, ge=1, description="Drafter decoder layers.")
-    num_heads: int | None = Field(None, ge=1, description="Query heads; null copies the target.")
-    num_kv_heads: int | None = Field(None, ge=1, description="KV heads; null copies the target.")
-    head_dim: int | None = Field(None, ge=2, description="Head size; null copies the target.")
-    intermediate_size: int | None = Field(None, ge=1, description="MLP width; null: the target's.")
-    rope_theta: float | None = Field(
-        None, gt=0, description="RoPE base of the drafter; null copies the target's plain base."
-    )
-    sliding_layers: int = Field(
-        0, ge=0, description="How many of the first layers use causal sliding-window attention."
-    )
-    sliding_window: int | None = Field(
-        None, ge=1, description="Window of the sliding layers, in tokens, current one included."
-    )
-    mask_token_id: int | None = Field(
-        None, ge=0, description="Embedding row of a masked slot; null: the rule in docs/data.md."
-    )
-    init: Literal["scratch", "target"] = Field(
-        "scratch", description="target copies the target's last layers where shapes allow."
-    )
-    feature_scale: bool = Field(
-        False,
-        description="Train fc on features divided by a per-channel scale measured on the data; "
-        "folded into fc.weight at export.",
-    )
-    vocab_size: int | None = Field(
-        None,
-        ge=2,
-        description="Draft only the most frequent tokens of the training answers (a d2t map is "
-        "exported); null drafts the whole vocabulary.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> DrafterSection:
-        if self.sliding_layers > self.layers:
-            raise ValueError(
-                f"drafter.sliding_layers={self.sliding_layers} clashes with "
-                f"drafter.layers={self.layers}: there are not that many layers"
-            )
-        if (self.sliding_layers > 0) != (self.sliding_window is not None):
-            raise ValueError(
-                f"drafter.sliding_layers={self.sliding_layers} clashes with "
-                f"drafter.sliding_window={self.sliding_window}: set both or neither"
-            )
-        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"drafter.num_heads={self.num_heads} clashes with drafter.num_kv_heads="
-                f"{self.num_kv_heads}: query heads must be a multiple of KV heads"
-            )
-        if self.head_dim and self.head_dim % 2:
-            raise ValueError(f"drafter.head_dim={self.head_dim}: RoPE needs an even head size")
-        return self
-
-
-class LossSection(_Section):
-    kind: Literal["decay", "dpace"] = Field(
-        "decay",
-        description="Slot weights: decay is exp(-(slot-1)/gamma); dpace follows the block's own "
-        "acceptance (D-PACE, arXiv 2605.18810).",
-    )
-    gamma: float | None = Field(
-        None, gt=0, description="Decay of `decay`; null takes 1 + 3/8 block_size."
-    )
-    alpha: float = Field(0.5, ge=0, le=1, description="Smoothing of `dpace`.")
-    soft_labels: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share of forward KL against the target's distribution (0: hard labels only, "
-        "1: KL only). Needs the target's last hidden state, so the whole target runs.",
-    )
-    chunk_rows: int = Field(
-        4096, ge=1, description="Rows whose logits exist at once; memory is chunk_rows * vocab."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> LossSection:
-        if self.kind == "dpace" and self.gamma is not None:
-            raise ValueError(
-                f"loss.gamma={self.gamma} clashes with loss.kind=dpace: dpace derives its weights "
-                "from the block, set loss.alpha instead"
-            )
-        return self
-
-
-class DataSection(_Section):
-    train: list[str] = Field(
-        min_length=1, description="Conversation files, or builtin:demo-train. Globs are expanded."
-    )
-    max_length: int = Field(
-        2048, ge=2, description="Longest conversation in tokens; longer is cut."
-    )
-    template: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the chat template."
-    )
-
-
-class FeatureSection(_Section):
-    source: Literal["online", "memory", "disk"] = Field(
-        "online",
-        description="online runs the target every step; memory and disk compute every feature once.",
-    )
-    dir: str | None = Field(None, description="Folder of the disk cache; null: inside run.dir.")
-    noise: float = Field(
-        0.0,
-        ge=0,
-        description="Deviation of Gaussian noise on features: absolute, or in units of each "
-        "channel's scale with drafter.feature_scale.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> FeatureSection:
-        if self.dir is not None and self.source != "disk":
-            raise ValueError(
-                f"features.dir={self.dir} clashes with features.source={self.source}: only the "
-                "disk cache has a folder"
-            )
-        return self
-
-
-class TrainSection(_Section):
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; give this or epochs.")
-    epochs: float | None = Field(None, gt=0, description="Passes over the data; or give steps.")
-    learning_rate: float = Field(6e-4, gt=0, description="Peak learning rate of AdamW.")
-    warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of steps of linear warm-up.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the cosine, of the peak.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay (matrices only).")
-    clip: float | None = Field(1.0, gt=0, description="Global gradient norm; null: no clipping.")
-    ema: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Decay of an average of the weights that is evaluated and "
-        "exported instead of the last ones; null: no average.",
-    )
-    log_every: int = Field(10, ge=1, description="Steps between metrics.")
-    checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(2, ge=2, description="Newest checkpoints kept.")
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(
-        ["tensorboard"], description="Besides the JSONL metrics."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainSection:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(
-                f"train.steps={self.steps} clashes with train.epochs={self.epochs}: give one of them"
-            )
-        if self.steps is None and self.epochs is None:
-            raise ValueError("train.steps or train.epochs is needed: give one of them")
-        return self
-
-
-class EvaluateSection(_Section):
-    prompts: dict[str, str] = Field(
-        default_factory=dict, description="Name -> prompt file (or builtin:demo-heldout)."
-    )
-    temperatures: list[float] = Field(default_factory=lambda: [0.0], description="One table each.")
-    max_new_tokens: int = Field(256, ge=1, description="Tokens generated a prompt.")
-    batch_size: int = Field(8, ge=1, description="Prompts decoded together.")
-    limit: int | None = Field(None, ge=1, description="First prompts of each file; null: all.")
-    plain: bool = Field(True, description="Also decode without the drafter: speed and identity.")
-
-    @model_validator(mode="after")
-    def _check(self) -> EvaluateSection:
-        bad = [t for t in self.temperatures if t < 0]
-        if bad:
-            raise ValueError(f"evaluate.temperatures={bad}: a temperature is 0 or more")
-        return self
-
-
-class Config(_Section):
+class Config(Section):
     """The whole configuration. The four top keys carry the reference set-up's names."""
 
     run: RunSection = Field(default_factory=RunSection)
+    topology: TopologySection = Field(default_factory=TopologySection)
     target: TargetSection
     drafter: DrafterSection = Field(default_factory=DrafterSection)
     block_size: int = Field(16, ge=2, description="Tokens of a block, the anchor included.")
