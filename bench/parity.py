@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,13 +21,12 @@ from draftline.choices import Choices
 from draftline.config_file import load_config
 from draftline.data.packing import build_pack, plan_packs
 from draftline.model.anchors import Anchors
-from draftline.model.init import init_drafter, measure_feature_scale
-from draftline.model.losses import LossSpec
 from draftline.runtime.compiled import CompileGate
-from draftline.train.features import FeatureSource
-from draftline.train.inputs import prepare
-from draftline.train.optim import MasterAdamW
-from draftline.train.step import PackTensors, TrainStep
+from draftline.train.assemble import step_spec
+from draftline.train.inputs import open_target, prepare
+from draftline.train.pack_tensors import PackTensors
+from draftline.train.start import feature_worker, first_drafter
+from draftline.train.step import TrainStep, compile_kernels
 
 
 def losses(
@@ -36,29 +36,11 @@ def losses(
     config = load_config(config_path, [*overrides, *extra])
     choices = Choices()
     inputs = prepare(config, choices)
-    drafter = init_drafter(
-        inputs.shape, inputs.target, init=config.drafter.init, seed=config.run.seed, choices=choices
-    )
-    source = FeatureSource(
-        inputs.target,
-        last_hidden=config.loss.soft_labels > 0,
-        batch_tokens=config.token_budget,
-        most=config.max_batch_size,
-    )
-    drafter.feature_scale.copy_(measure_feature_scale(source.measure(inputs.samples[:16])))
-    train = config.train
-    optimizer = MasterAdamW(
-        drafter,
-        peak=train.learning_rate,
-        total_steps=steps,
-        warmup_ratio=train.warmup_ratio,
-        min_ratio=train.min_lr_ratio,
-        betas=train.betas,
-        weight_decay=train.weight_decay,
-        clip=train.clip,
-        ema=None,
-        working_dtype=inputs.target.dtype,
-    )
+    target = open_target(config, choices)
+    worker = feature_worker(config, inputs, target, None, target.device, choices)
+    drafter = first_drafter(config, inputs, target, worker, choices)
+    # Noise would be another on every device.
+    spec = replace(step_spec(config, total_steps=steps, packs_per_step=1, machines=1), noise=0.0)
     packs = plan_packs(
         [len(s.input_ids) for s in inputs.samples],
         token_budget=config.token_budget,
@@ -66,40 +48,29 @@ def losses(
         seed=0,
         epoch=0,
     ).packs
-    with CompileGate(inputs.device, choices) as gate:
+    with CompileGate(choices) as gate:
         step = TrainStep(
             drafter,
-            optimizer,
-            inputs.target,
-            gate,
-            loss=LossSpec(
-                config.loss.kind,
-                config.gamma,
-                config.loss.alpha,
-                config.loss.soft_labels,
-                config.loss.chunk_rows,
-            ),
-            max_anchors=config.max_anchors,
-            token_ids=inputs.token_ids,
-            noise=0.0,
-            generator=torch.Generator(inputs.device).manual_seed(0),
+            compile_kernels(gate, target.ends(target.device), inputs.token_ids, spec),
+            spec,
+            working_dtype=target.dtype,
+            width=worker.width,
         )
+        gate.warm("target", target.device, worker.warm)
+        gate.warm("step", target.device, step.compile)
+        gate.seal()
         drawn = torch.Generator().manual_seed(7)
         seen = []
         for index in range(steps):
             pack = packs[index % len(packs)]
             arrays = build_pack(inputs.samples, pack, config.token_budget, config.block_size)
-            features, last = source.pack(inputs.samples, pack, config.token_budget)
-            tensors = PackTensors(
-                **PackTensors.move(arrays, inputs.device), features=features, last_hidden=last
-            )
-            anchors = _anchors(tensors, config.max_anchors, drawn)
-            result = step.loss(tensors, anchors)
-            result.loss.backward()
+            worker.run(inputs.samples, pack)
+            tensors = PackTensors.build(arrays, worker.row)
+            result = step.loss(tensors, _anchors(tensors, config.max_anchors, drawn))
+            optimizer = step.optimizer
+            optimizer.add(torch.autograd.grad(result.loss, optimizer.parameters))
             optimizer.update()
-            seen.append(float(result.loss))
-            if index == 0:
-                gate.seal()
+            seen.append(float(result.loss.detach()))
         gate.check()
     return seen
 

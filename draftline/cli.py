@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from draftline import __version__
+from draftline.cli_bench import bench_app
+from draftline.cli_plan import ConfigFile, Overrides, plan_command
 from draftline.errors import ConfigError, DraftlineError
 
 app = typer.Typer(
@@ -21,11 +23,9 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, check and document configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Dotted overrides, such as train.steps=200.")
-]
+app.command("plan")(plan_command)
 
 
 def main() -> None:

@@ -243,3 +243,61 @@ def test_prompts_that_cannot_be_used_are_said(run: Run, config: Path, tmp_path: 
     code, _, err = run("eval", tmp_path / "run", f"evaluate.prompts.talks={prompts}")
     assert code == 0, err
     assert "talks: left out 1 prompts: not_json" in err
+
+
+def test_plan_on_this_machine_and_on_one_that_is_only_thought_of(run: Run, config: Path) -> None:
+    code, out, err = run("plan", config, "--rate", "24")
+    assert code == 0, err
+    assert "placement: 1 target(s) on cpu; 1 drafter(s) on cpu, 1 slot(s) each" in out
+    assert "plan: 3 steps" in out
+    assert "0.1 minutes (at the given 24 rows/s a drafter" in out
+    eight = ("--devices", "8x141", "run.device=auto")
+    code, out, err = run("plan", config, *eight, "topology.drafters=[cuda:5,cuda:6,cuda:7]")
+    assert code == 0, err
+    assert "5 target(s) on cuda:0, cuda:1, cuda:2, cuda:3, cuda:4; 3 drafter(s) on cuda:5" in out
+    assert "cuda:0 to 4" in out
+    assert "cuda:5 to 7" in out
+    assert "141.00" in out
+    assert "unknown: give --rate" in out
+    code, out, err = run("plan", config, "--devices", "8xH200", "run.device=auto", "--json")
+    assert code == 0, err
+    tree = json.loads(out)
+    placed = tree["placement"]
+    assert len(placed["targets"]) + len(placed["drafters"]) <= 8
+    assert tree["hours"] > 0
+    assert "a pack is" in err, "the choice and its numbers are said"
+
+
+def test_plan_from_a_config_json_alone(run: Run, config: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    target = Path(yaml.safe_load(config.read_text())["target"]["path"])
+    (bare / "config.json").write_bytes((target / "config.json").read_bytes())
+    code, out, err = run("plan", config, f"target.path={bare}")
+    assert code == 0, err
+    assert "samples of 8 rows, about " in out
+    assert "lengths are guessed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--devices", "2x0.0001"], "free; its largest part is"),
+        (["--devices", "2x0.0001"], "would lower it most"),
+        (["--devices", "2x80", "topology.targets=[cuda:2]"], "cuda:1 GPU of 80 GiB"),
+        (["--devices", "2x80", "topology.drafters=[cpu,cuda:0]"], "mix cpu and cuda"),
+        (["--devices", "eight"], "--devices eight is not COUNTxGIB"),
+        (["--devices", "0x0", "run.device=cuda"], "no CUDA device is visible"),
+        (
+            ["--devices", "3x80", "topology.drafters=[cuda:1,cuda:2]", "train.packs_per_step=3"],
+            "train.packs_per_step=3 is no multiple of the 2 drafters",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(
+    run: Run, config: Path, arguments: list[str], expected: str
+) -> None:
+    code, out, err = run("plan", config, "run.device=auto", *arguments)
+    assert code == 2, out + err
+    assert expected in err
+    assert out == ""

@@ -31,7 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "decode": _GROUND | _ROOMS,
     "export": _GROUND | _ROOMS,
     "demo.run": _GROUND | _ROOMS | {"train", "decode", "export"},
-    "cli": _GROUND | _ROOMS | {"train", "decode", "export", "demo.run", ""},
+    "cli_plan": _GROUND | _ROOMS | {"train"},
+    "cli_bench": _GROUND | _ROOMS | {"train"},
+    "cli": _GROUND
+    | _ROOMS
+    | {"train", "decode", "export", "demo.run", "cli_plan", "cli_bench", ""},
     "__main__": {"cli"},
     "": set(),
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftline.choices import Choices
+from draftline.data.batches import derive_table
 from draftline.data.packing import Pack, build_pack
 from draftline.data.tokens import Sample
 from draftline.decode.chain import ChainDecoder
@@ -19,9 +20,10 @@ from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.losses import LossSpec
 from draftline.model.target import Target
 from draftline.runtime.compiled import CompileGate
-from draftline.train.features import FeatureSource
-from draftline.train.optim import MasterAdamW
-from draftline.train.step import PackTensors, TrainStep
+from draftline.train.forwards import TargetForwards
+from draftline.train.optim import OptimizerSpec
+from draftline.train.pack_tensors import PackTensors
+from draftline.train.step import StepKernels, StepSpec, TrainStep, compile_kernels
 
 CPU = torch.device("cpu")
 STOP, MASK = 3, 7
@@ -141,50 +143,72 @@ def build_samples(
 def pack_tensors(
     target: Target, samples: Sequence[Sample], budget: int, block: int, *, soft: bool = False
 ) -> PackTensors:
-    """All samples in one pack with the target's features."""
-    pack = Pack(tuple(range(len(samples))), sum(len(s.input_ids) for s in samples))
-    source = FeatureSource(target, last_hidden=soft, batch_tokens=budget, most=8)
-    features, last_hidden = source.pack(samples, pack, budget)
-    arrays = build_pack(samples, pack, budget, block)
-    return PackTensors(
-        **PackTensors.move(arrays, target.device), features=features, last_hidden=last_hidden
+    """All samples in one pack with the target's features, and its last hidden states if `soft`."""
+    lengths = [len(s.input_ids) for s in samples]
+    pack = Pack(tuple(range(len(samples))), sum(lengths))
+    forwards = TargetForwards(
+        target,
+        derive_table(lengths, batch_tokens=budget, most_rows=8, pack_members_hint=8),
+        last_hidden=soft,
+        token_budget=budget,
+        capture="never",
+        choices=Choices(),
     )
+    forwards.run(samples, pack)
+    return PackTensors.build(build_pack(samples, pack, budget, block), forwards.row)
 
 
-def build_step(
-    target: Target,
-    drafter: Drafter,
+def step_spec(
     *,
+    budget: int,
     max_anchors: int,
     loss: LossSpec | None = None,
-    token_ids: Tensor | None = None,
     noise: float = 0.0,
-    total_steps: int = 100,
+    seed: int = 1,
+    gather: bool = False,
     **optimizer: Any,
-) -> TrainStep:
-    """A step with float32 masters, a constant rate after one step, and seed 1."""
+) -> StepSpec:
+    """A constant rate after one step, no decay, a clip at 1."""
     settings: dict[str, Any] = {
         "peak": 3e-3,
-        "total_steps": total_steps,
+        "total_steps": 100,
         "warmup_ratio": 0.0,
         "min_ratio": 1.0,
         "betas": (0.9, 0.95),
         "weight_decay": 0.0,
         "clip": 1.0,
         "ema": None,
-        "working_dtype": target.dtype,
     }
+    return StepSpec(
+        loss=loss or LossSpec("decay", 3.0, 0.5, 0.0, 64),
+        optimizer=OptimizerSpec(**(settings | optimizer)),
+        max_anchors=max_anchors,
+        token_budget=budget,
+        noise=noise,
+        seed=seed,
+        gather=gather,
+    )
+
+
+def build_step(
+    target: Target,
+    drafter: Drafter,
+    spec: StepSpec,
+    *,
+    token_ids: Tensor | None = None,
+    kernels: StepKernels | None = None,
+) -> TrainStep:
+    """The step of one drafter, with kernels of its own unless they are given."""
+    if kernels is None:
+        kernels = compile_kernels(CompileGate(Choices()), target.ends(CPU), token_ids, spec)
     drafter.requires_grad_(True)
+    soft = spec.loss.soft_labels > 0
     return TrainStep(
         drafter,
-        MasterAdamW(drafter, **(settings | optimizer)),
-        target,
-        CompileGate(CPU, Choices()),
-        loss=loss or LossSpec("decay", 3.0, 0.5, 0.0, 64),
-        max_anchors=max_anchors,
-        token_ids=token_ids,
-        noise=noise,
-        generator=torch.Generator().manual_seed(1),
+        kernels,
+        spec,
+        working_dtype=target.dtype,
+        width=(len(target.taps) + soft) * target.hidden_size,
     )
 
 
@@ -205,9 +229,9 @@ def teach(
         samples.append(Sample("", ids, np.arange(len(ids)) >= len(prompt), False))
     budget = sum(len(s.input_ids) for s in samples)
     pack = pack_tensors(target, samples, budget, drafter.shape.block_size)
-    step = build_step(target, drafter, max_anchors=min(48, budget))
-    for _ in range(steps):
-        step(pack)
+    step = build_step(target, drafter, step_spec(budget=budget, max_anchors=min(48, budget)))
+    for number in range(steps):
+        step(pack, number)
     return drafter.requires_grad_(False)
 
 

@@ -17,11 +17,12 @@ from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompt
 from draftline.demo import demo_config
 from draftline.export.zlab import export_zlab
 from draftline.model.drafter import Drafter
+from draftline.model.target import Target
 from draftline.train.checkpoint import checkpoint_paths
-from draftline.train.inputs import Inputs, prepare
+from draftline.train.inputs import Inputs, open_target, prepare
 from draftline.train.loop import train
 from draftline.train.restore import restore
-from draftline.train.start import feature_source, first_drafter
+from draftline.train.start import feature_worker, first_drafter
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +35,21 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     config = load_config(demo_config(), [*overrides, f"run.dir={free}"])
     choices = Choices(strict=config.run.strict_choices)
     inputs = prepare(config, choices)
+    target = open_target(config, choices)
     plain = PlainOutputs()
     log.info("evaluating the untrained drafter, and the target alone, on held-out prompts")
-    untrained = first_drafter(config, inputs, feature_source(config, inputs), choices)
-    before = _evaluate(config, inputs, untrained.to(inputs.target.dtype), plain)
-    trained = train(config, choices=choices, inputs=inputs)
+    worker = feature_worker(config, inputs, target, None, target.device, choices)
+    untrained = first_drafter(config, inputs, target, worker, choices)
+    before = _evaluate(config, inputs, target, untrained.to(target.dtype), plain)
+    trained = train(config, choices=choices, inputs=inputs, target=target)
     restored = restore(trained.checkpoint)
-    drafter = restored.drafter(inputs.device, inputs.target.dtype)
+    drafter = restored.drafter(target.device, target.dtype)
     log.info("evaluating the trained drafter")
-    after = _evaluate(config, inputs, drafter, plain)
-    exported = export_zlab(
-        drafter, inputs.target, inputs.target.taps, inputs.token_ids, out, overwrite=True
-    )
+    after = _evaluate(config, inputs, target, drafter, plain)
+    exported = export_zlab(drafter, target, target.taps, inputs.token_ids, out, overwrite=True)
     table = Table(title="draftline demo", show_header=False)
     for name, value in (
-        ("target", f"{config.target.path} on {inputs.device}"),
+        ("target", f"{config.target.path} on {target.device}"),
         ("held-out prompts", f"{after.prompts}, greedy, {after.batch_size} at a time"),
         ("accept_length before training", f"{before.accept_length:.3f}"),
         ("accept_length after training", f"{after.accept_length:.3f}"),
@@ -64,14 +65,18 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     return table
 
 
-def _evaluate(config: Config, inputs: Inputs, drafter: Drafter, plain: PlainOutputs) -> Score:
+def _evaluate(
+    config: Config, inputs: Inputs, target: Target, drafter: Drafter, plain: PlainOutputs
+) -> Score:
     section = config.evaluate
     prompts = read_prompts(
-        section.prompts, inputs.target, limit=section.limit, template=config.data.template
+        section.prompts, target, limit=section.limit, template=config.data.template
     )
     return evaluate(
-        inputs.target,
-        DraftModel(drafter, inputs.token_ids),
+        target,
+        DraftModel(
+            drafter, None if inputs.token_ids is None else inputs.token_ids.to(target.device)
+        ),
         prompts,
         temperatures=[0.0],
         max_new_tokens=section.max_new_tokens,

@@ -5,6 +5,8 @@ Shapes: query `[rows, heads, queries, head_dim]`, key and value `[rows, kv_heads
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,15 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from draftline.errors import TargetError
 
 TARGET_ATTENTION = "draftline"
+
+# Tiles of the forward kernel: 2.42 against the default's 2.67 ms at 32,768 rows over 12,288 context
+# tokens, 32 heads of 128 (H200, torch 2.11). For the backward kernel the default is the fastest.
+_FORWARD_OPTIONS: Any = {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_warps": 4,
+    "fwd_num_stages": 3,
+}
 
 
 def dense_attention(
@@ -35,7 +46,9 @@ def dense_attention(
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
     """flex_attention with grouped heads; only ever called from compiled code."""
-    output = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+    output = flex_attention(
+        query, key, value, block_mask=mask, enable_gqa=True, kernel_options=_FORWARD_OPTIONS
+    )
     assert isinstance(output, Tensor), "flex_attention returns a tensor without return_lse"
     return output
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from draftline.model.attention import dense_attention, fused_attention
 
@@ -108,8 +109,19 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        gate, up = self.gate_proj(states), self.up_proj(states)
+        if torch.compiler.is_dynamo_compiling():
+            # Left alone, the compiler keeps the product for the backward pass: 3.7 GiB at 32,768
+            # rows of a Qwen3-8B drafter. Made again there, it costs one more write.
+            product = checkpoint(_gated, gate, up, use_reentrant=False)
+        else:
+            product = _gated(gate, up)
+        output: Tensor = self.down_proj(product)
         return output
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class Layer(nn.Module):
@@ -169,14 +181,33 @@ class Drafter(nn.Module):
         masks are over `R` queries and `S + R` keys, context first: a boolean tensor
         `[1, 1, R, S + R]` runs dense attention, a BlockMask runs flex_attention.
         """
+        return self.states(
+            features,
+            block,
+            self.rope(context_positions[None], features.dtype),
+            self.rope(block_positions[None], block.dtype),
+            full_mask,
+            sliding_mask,
+        )
+
+    def states(
+        self,
+        features: Tensor,
+        block: Tensor,
+        context_rope: Rope,
+        block_rope: Rope,
+        full_mask: Mask,
+        sliding_mask: Mask | None,
+    ) -> Tensor:
+        """`forward` at given rotations: what is compiled, as a compiler would otherwise compute
+        every angle again in each kernel that rotates (1.4 ms a layer at 32,768 rows on an H200)."""
         context = self.fuse(features)[None]
-        context_rope = self.rope(context_positions[None], context.dtype)
 
         def extend(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             context_keys, context_values = self._attention(layer).keys_values(context, context_rope)
             return torch.cat([context_keys, keys], 2), torch.cat([context_values, values], 2)
 
-        return self._stack(block[None], block_positions[None], full_mask, sliding_mask, extend)[0]
+        return self._stack(block[None], block_rope, full_mask, sliding_mask, extend)[0]
 
     def draft(
         self,
@@ -187,7 +218,8 @@ class Drafter(nn.Module):
         sliding_mask: Mask | None = None,
     ) -> Tensor:
         """Final-norm states `[rows, tokens, hidden]` of one block a row; `extend` holds the cache."""
-        return self._stack(block, positions, full_mask, sliding_mask, extend)
+        rope = self.rope(positions, block.dtype)
+        return self._stack(block, rope, full_mask, sliding_mask, extend)
 
     def context(self, features: Tensor, positions: Tensor, extend: Extend) -> None:
         """Hands every layer's context keys and values of `features [rows, tokens, taps * hidden]`
@@ -212,12 +244,11 @@ class Drafter(nn.Module):
     def _stack(
         self,
         block: Tensor,
-        positions: Tensor,
+        rope: Rope,
         full_mask: Mask,
         sliding_mask: Mask | None,
         extend: Extend,
     ) -> Tensor:
-        rope = self.rope(positions, block.dtype)
         for index, layer in enumerate(self.layers):
             mask = full_mask
             if index < self.shape.sliding_layers:

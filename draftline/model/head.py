@@ -1,11 +1,11 @@
-"""The frozen output head that target and drafter share."""
+"""The frozen ends of a target that its drafters borrow: the embedding and the output head."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,13 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits `[..., vocab]` of final-norm hidden states `[..., hidden]`."""
-        logits = (hidden @ self.weight.t()).float() * self.multiplier
+        return self.transform(hidden @ self.weight.t())
+
+    def transform(self, product: Tensor) -> Tensor:
+        """float32 logits of `hidden @ weight.T`."""
+        logits = product.float()
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
@@ -29,3 +35,41 @@ class Head:
     def restricted(self, token_ids: Tensor) -> Head:
         """The head over the sub-vocabulary `token_ids [draft_vocab]`, in that order."""
         return Head(self.weight[token_ids].contiguous(), self.multiplier, self.softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetEnds:
+    """What a drafter borrows of its target, on the drafter's device.
+
+    `embedding [rows, hidden]` times `embed_scale` are block inputs; `head` makes logits.
+    """
+
+    embedding: Tensor
+    embed_scale: float
+    head: Head
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return int(self.head.weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Block inputs `[..., hidden]` of `token_ids`: embedding rows times `embed_scale`."""
+        rows = nn.functional.embedding(token_ids, self.embedding)
+        return rows * self.embed_scale if self.embed_scale != 1.0 else rows
+
+    def on(self, device: torch.device) -> TargetEnds:
+        """These ends on `device`: the same memory where they are there already, else a copy; a head
+        that is the embedding stays it."""
+        embedding = self.embedding.to(device)
+        tied = self.head.weight.data_ptr() == self.embedding.data_ptr()
+        weight = embedding if tied else self.head.weight.to(device)
+        return TargetEnds(embedding, self.embed_scale, replace(self.head, weight=weight))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,18 @@ from draftline.model.target import Target
 _INIT_STD = 0.02
 
 
-def build_shape(config: Config, target: Target, mask_token_id: int) -> DrafterShape:
+class TargetShape(Protocol):
+    """The part of a target, or of its facts, that a drafter's shape comes from."""
+
+    @property
+    def text_config(self) -> Any: ...
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+
+
+def build_shape(config: Config, target: TargetShape, mask_token_id: int) -> DrafterShape:
     """The drafter's shape: what the configuration says, else what the target has.
 
     The hidden size is always the target's, whose embedding and head the drafter borrows.

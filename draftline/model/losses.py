@@ -1,8 +1,8 @@
 """The vocabulary loss of a step: weighted cross-entropy and forward KL over chunks of blocks.
 
-The head is frozen, so one pass over a chunk's logits gives the loss, its gradient with respect to the
-hidden states, and the top-1 matches; the logits of one chunk are all that ever exists. A chunk holds
-whole blocks, because D-PACE weighs a slot by the slots around it.
+The head is frozen, so a chunk's logits give the loss, the top-1 matches and, in their own place, the
+gradient with respect to the hidden states; the logits of one chunk are all that ever exists. A chunk
+holds whole blocks, because D-PACE weighs a slot by the slots around it.
 """
 
 from __future__ import annotations
@@ -44,37 +44,39 @@ class LossResult:
     blocks: Tensor
 
 
-# (hidden, target_hidden, weight, labels, known, supervised) -> (loss, weight, d(hidden), correct)
-ChunkLoss = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+@dataclass(frozen=True, slots=True)
+class LossKernels:
+    """The two passes over the logits of a chunk, `build_loss_kernels` and perhaps compiled.
 
-
-def build_chunk_loss(spec: LossSpec, head: Head) -> ChunkLoss:
-    """The function of one chunk, free of Python state so that it can be compiled.
-
-    It takes `hidden [blocks, slots, hidden]`, the target's own hidden states of the same
-    predictions or None, the head's weight `[vocab, hidden]`, `labels [blocks, slots]` as head rows,
-    `known` (label is in the draft vocabulary) and `supervised`; it returns summed loss, summed
-    weight, the gradient of the summed loss `[blocks, slots, hidden]`, and top-1 matches.
+    `score` reads them; `into_gradient` replaces them by the gradient of the chunk's summed loss, so
+    that one buffer of `[blocks, slots, vocab]` in the head's dtype is all there is.
     """
-    multiplier, softcap = head.multiplier, head.softcap
+
+    score: Callable[..., tuple[Tensor, ...]]
+    into_gradient: Callable[..., None]
+
+
+def build_loss_kernels(spec: LossSpec, head: Head) -> LossKernels:
+    """The passes for `spec`, free of Python state so that they can be compiled.
+
+    `score` takes raw `logits` and the target's own of the same predictions or None, `labels` as
+    head rows, `known` (label is in the draft vocabulary) and `supervised` `[blocks, slots]`; it
+    returns summed loss, summed weight, top-1 matches, and what `into_gradient` wants besides the
+    logits: log normaliser, slot weights, share of hard labels and the target's log normaliser.
+    """
     dpace, gamma, alpha, soft = spec.kind == "dpace", spec.gamma, spec.alpha, spec.soft_labels
 
-    def logits_of(states: Tensor, weight: Tensor) -> Tensor:
-        return Head(weight, multiplier, softcap).logits(states)
-
-    def chunk_loss(
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        weight: Tensor,
-        labels: Tensor,
-        known: Tensor,
-        supervised: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logits = logits_of(hidden, weight)
-        correct = (logits.argmax(-1) == labels) & known
-        log_norm = torch.logsumexp(logits, -1)
-        cross_entropy = log_norm - logits.gather(-1, labels[..., None])[..., 0]
-        probs = (logits - log_norm[..., None]).exp()
+    def score(
+        raw: Tensor, target_raw: Tensor | None, labels: Tensor, known: Tensor, supervised: Tensor
+    ) -> tuple[Tensor, ...]:
+        logits = head.transform(raw)
+        log_norm = _log_norm(logits)
+        label_logit = head.transform(raw.gather(-1, labels[..., None]))
+        # Top-1 is the first of the largest; counting what beats the label needs no second pass.
+        row = torch.arange(raw.shape[-1], device=raw.device, dtype=torch.int32)
+        ahead = (logits > label_logit) | ((logits == label_logit) & (row < labels[..., None]))
+        correct = (ahead.sum(-1) == 0) & known & supervised
+        cross_entropy = log_norm - label_logit[..., 0]
         hard = (1.0 - soft) * known
         if dpace:
             smoothed = (1 - alpha) * torch.exp(-cross_entropy) * known + alpha
@@ -87,21 +89,45 @@ def build_chunk_loss(spec: LossSpec, head: Head) -> ChunkLoss:
         weights = weights * (hard + soft)
         share = hard / (hard + soft).clamp_min(1e-9)
         loss = share * cross_entropy
-        gradient = probs.scatter_add(-1, labels[..., None], -share[..., None])
-        if target_hidden is not None:
-            wanted_logits = logits_of(target_hidden, weight)
-            wanted_log = torch.log_softmax(wanted_logits, -1)
-            wanted = wanted_log.exp()
-            divergence = (wanted * (wanted_log - logits)).sum(-1) + log_norm
+        target_norm = torch.zeros_like(log_norm)
+        if target_raw is not None:
+            target_logits = head.transform(target_raw)
+            target_norm = _log_norm(target_logits)
+            wanted_log = target_logits - target_norm[..., None]
+            divergence = (wanted_log.exp() * (wanted_log - logits)).sum(-1) + log_norm
             loss = loss + (1 - share) * divergence
+        return (loss * weights).sum(), weights.sum(), correct, log_norm, weights, share, target_norm
+
+    def into_gradient(
+        raw: Tensor,
+        target_raw: Tensor | None,
+        labels: Tensor,
+        log_norm: Tensor,
+        weights: Tensor,
+        share: Tensor,
+        target_norm: Tensor,
+    ) -> None:
+        logits = head.transform(raw)
+        row = torch.arange(raw.shape[-1], device=raw.device, dtype=torch.int32)
+        gradient = (logits - log_norm[..., None]).exp()
+        # Pointwise, where a scatter would make a compiler write the probabilities out in float32.
+        gradient = gradient - torch.where(row == labels.int()[..., None], share[..., None], 0.0)
+        if target_raw is not None:
+            wanted = (head.transform(target_raw) - target_norm[..., None]).exp()
             gradient = gradient - (1 - share[..., None]) * wanted
         gradient = gradient * weights[..., None]
-        if softcap is not None:
-            gradient = gradient * (1 - (logits / softcap).square())
-        gradient = (gradient * multiplier).to(weight.dtype)
-        return (loss * weights).sum(), weights.sum(), gradient @ weight, correct & supervised
+        if head.softcap is not None:
+            gradient = gradient * (1 - (logits / head.softcap).square())
+        raw.copy_(gradient * head.multiplier)
 
-    return chunk_loss
+    return LossKernels(score, into_gradient)
+
+
+def _log_norm(logits: Tensor) -> Tensor:
+    # In this form, dimensions kept, Inductor recognises a softmax and reads the logits once.
+    peak = logits.amax(-1, keepdim=True)
+    total = (logits - peak).exp().sum(-1, keepdim=True)
+    return (total.log() + peak)[..., 0]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -127,7 +153,7 @@ def head_loss(
     known: Tensor,
     supervised: Tensor,
     spec: LossSpec,
-    chunk_loss: ChunkLoss,
+    kernels: LossKernels,
 ) -> LossResult:
     """The loss and statistics of `hidden [blocks, block_size, hidden]`; slot 0 is not predicted.
 
@@ -135,31 +161,32 @@ def head_loss(
     `labels` as rows of `head.weight` (any value where not `known`).
     """
     blocks, block_size = labels.shape
-    per_chunk = max(1, spec.chunk_rows // (block_size - 1))
+    # As even as they can be: blocks that divide give one shape to compile, and none too small to
+    # fill the device.
+    chunks = -(-blocks // max(1, spec.chunk_rows // (block_size - 1)))
+    per_chunk = -(-blocks // chunks)
     answers = labels[:, 1:].contiguous()
     known_slots = known[:, 1:].contiguous()
     supervised_slots = supervised[:, 1:].contiguous()
 
     def run(states: Tensor) -> tuple[Tensor, ...]:
-        slots = states[:, 1:]
         gradient = torch.zeros_like(states)
         loss = torch.zeros((), device=states.device)
         weight = torch.zeros((), device=states.device)
         matches = []
         for first in range(0, blocks, per_chunk):
             part = slice(first, min(first + per_chunk, blocks))
-            part_loss, part_weight, part_gradient, part_correct = chunk_loss(
-                slots[part].contiguous(),
-                None if target_hidden is None else target_hidden[part],
-                head.weight,
-                answers[part],
-                known_slots[part],
-                supervised_slots[part],
+            # Contiguous, or the product becomes one small product a block.
+            raw = states[part, 1:].contiguous() @ head.weight.t()
+            target_raw = None if target_hidden is None else target_hidden[part] @ head.weight.t()
+            part_loss, part_weight, correct, *rest = kernels.score(
+                raw, target_raw, answers[part], known_slots[part], supervised_slots[part]
             )
+            kernels.into_gradient(raw, target_raw, answers[part], *rest)
             loss = loss + part_loss
             weight = weight + part_weight
-            gradient[part, 1:] = part_gradient
-            matches.append(part_correct)
+            gradient[part, 1:] = raw @ head.weight
+            matches.append(correct)
         return loss, weight, gradient, torch.cat(matches)
 
     loss, correct = _HeadLoss.apply(hidden, run)  # type: ignore[no-untyped-call]

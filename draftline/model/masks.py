@@ -83,21 +83,23 @@ def draft_masks(
 def _rule(
     anchors: Anchors, context: int, block_size: int, window: int | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    position, start, keep = anchors.position, anchors.start, anchors.keep
+    # Every anchor sees an interval of the context and one of the blocks, so a row gathers two ends and
+    # a key costs comparisons. The end of an anchor that is not kept lies before every key.
+    start = anchors.start
+    end = torch.where(anchors.keep, anchors.position, -1)
 
     def rule(row: Tensor, key: Tensor) -> Tensor:
         block = row // block_size
-        anchor = position[block]
-        in_context = key < context
-        sees_context = in_context & (key >= start[block]) & (key < anchor)
-        other = key - context
-        sees_block = ~in_context & (other // block_size == block)
+        first, anchor = start[block], end[block]
+        own = context + block * block_size
+        own_end = own + block_size
         if window is not None:
             slot = row % block_size
-            sees_context = sees_context & (key > anchor + slot - window)
-            distance = slot - other % block_size
-            sees_block = sees_block & (distance >= 0) & (distance < window)
-        return (sees_context | sees_block) & keep[block]
+            first = torch.maximum(first, anchor + slot - window + 1)
+            own_end = own + slot + 1
+            own = torch.maximum(own, own_end - window)
+        sees_context = (key >= first) & (key < anchor)
+        return sees_context | ((key >= own) & (key < own_end) & (anchor >= 0))
 
     return rule
 

@@ -1,4 +1,4 @@
-"""Which target layers are read, and the shape their concatenation must have.
+"""Which target layers are read.
 
 A tap id `t` means the residual stream after the 0-based decoder layer `t`, un-normalised: the entry
 `hidden_states[t + 1]` of a Hugging Face model. This is the numbering of z-lab's `target_layer_ids`.
@@ -7,8 +7,6 @@ A tap id `t` means the residual stream after the 0-based decoder layer `t`, un-n
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
 
 from draftline.errors import TargetError
 
@@ -49,19 +47,3 @@ def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
             f"drafter would see other features than in training; use ids up to {num_layers - 2}"
         )
     return tuple(taps)
-
-
-def check_features(features: Tensor, num_taps: int, hidden_size: int) -> Tensor:
-    """`features` when its shape is `[tokens, taps * hidden]`; else TargetError with both shapes."""
-    needed = num_taps * hidden_size
-    if features.ndim == 2 and features.shape[1] == needed:
-        return features
-    seen = list(features.shape)
-    hint = "one row a token, taps concatenated in id order along the last axis"
-    if seen[-2:] == [num_taps, hidden_size]:
-        hint = (
-            "the taps stand on an axis of their own; flatten the last two axes and drop the batch"
-        )
-    elif features.ndim == 3 and seen[-1] == needed:
-        hint = "drop the batch axis"
-    raise TargetError(f"features are {seen} but must be [tokens, {needed}]: {hint}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,72 +18,93 @@ from torch import Tensor, nn
 from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.attention import TARGET_ATTENTION, target_attention
-from draftline.model.head import Head
+from draftline.model.head import TargetEnds
 from draftline.model.kv_cache import StaticKV
+from draftline.model.probe import probe
+from draftline.model.replicate import replicate
 from draftline.model.source import resolve_target
+from draftline.model.spread import spanning_map
 from draftline.model.taps import check_taps, choose_taps
 
 _DTYPES = ("auto", "float32", "bfloat16")
 
 
 class Target:
-    """A frozen language model with taps. One object serves one thread.
+    """A frozen language model with taps. One object serves one thread; `replica` makes another.
 
     Attributes: `taps`, `hidden_size`, `num_layers`, `vocab_size` (head rows), `embedding`
     `[rows, hidden]` and `embed_scale` (block inputs are rows times scale), `head`, `stop_ids`,
     `tokenizer`, `text_config`, `layers` (decoder layers), `final_norm` (None where it is not called
-    `norm`), `device`, `dtype`.
+    `norm`), `dtype`, `device` (that of the ends and of every result), `devices` (all it spans).
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, *, taps: Sequence[int] | None = None, num_taps: int = 5
     ) -> None:
         self.tokenizer = tokenizer
-        self._model = model
-        self.text_config = model.config.get_text_config()
-        self._decoder = model.get_decoder()
-        layers = getattr(self._decoder, "layers", None)
-        self.num_layers = int(self.text_config.num_hidden_layers)
+        text_config = model.config.get_text_config()
+        self.num_layers = int(text_config.num_hidden_layers)
+        self.hidden_size = int(text_config.hidden_size)
+        layers = getattr(model.get_decoder(), "layers", None)
         if not isinstance(layers, nn.ModuleList) or len(layers) < self.num_layers:
             raise TargetError(
                 f"{type(model).__name__}: no list of {self.num_layers} decoder layers found at "
-                f"{type(self._decoder).__name__}.layers; draftline taps decoder-only models"
+                f"{type(model.get_decoder()).__name__}.layers; draftline taps decoder-only models"
             )
-        self.layers = layers
-        self.final_norm: nn.Module | None = getattr(self._decoder, "norm", None)
         self.taps = (
             check_taps(taps, self.num_layers)
             if taps is not None
             else choose_taps(self.num_layers, num_taps)
         )
-        self.hidden_size = int(self.text_config.hidden_size)
         model.requires_grad_(False).eval()
-        self._use_own_attention(model)
+        _use_own_attention(model)
+        self.embed_scale, self.head = probe(model, layers[0])
+        self.vocab_size = int(self.head.weight.shape[0])
+        self.stop_ids = stop_ids(model, text_config, tokenizer)
+        self._attach(model)
+
+    def _attach(self, model: Any) -> None:
+        """Takes `model` for this object's own and hooks its taps."""
+        self._model = model
+        self.text_config = model.config.get_text_config()
+        self._decoder = model.get_decoder()
+        self.layers: nn.ModuleList = self._decoder.layers
+        self.final_norm: nn.Module | None = getattr(self._decoder, "norm", None)
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.device = self.embedding.device
+        self.dtype = self.embedding.dtype
+        places = dict.fromkeys(getattr(model, "hf_device_map", {}).values())
+        self.devices = tuple(places) if len(places) > 1 else (self.device,)
         self._tapped: dict[int, Tensor] = {}
-        for tap in self.taps:
-            layers[tap].register_forward_hook(self._keep(tap))
+        self._hooks = [self._keep(tap) for tap in self.taps]
+        for tap, hook in zip(self.taps, self._hooks, strict=True):
+            self.layers[tap].register_forward_hook(hook)
         # The feature path shares every weight but ends at the last tap: no later layer, no norm.
         self._trunk = copy.copy(self._decoder)
         self._trunk._modules = dict(self._decoder._modules)
-        self._trunk.layers = nn.ModuleList(list(layers)[: self.taps[-1] + 1])
+        self._trunk.layers = nn.ModuleList(list(self.layers)[: self.taps[-1] + 1])
         self._trunk.norm = nn.Identity()
         self._trunk.config = copy.copy(self._decoder.config)
         self._trunk.config.num_hidden_layers = self.taps[-1] + 1
 
-        embedding = model.get_input_embeddings()
-        head = model.get_output_embeddings()
-        if embedding is None or head is None:
-            raise TargetError(f"{type(model).__name__} has no token embedding or no output head")
-        if getattr(head, "bias", None) is not None:
+    def replica(self, device: torch.device) -> Target:
+        """The same target on `device` for another thread: its weights are shared where they are on
+        that device already, else copied once. Raises TargetError for one that spans devices."""
+        if len(self.devices) > 1:
             raise TargetError(
-                f"{type(model).__name__}: an output head with a bias is not supported"
+                f"a target that spans {', '.join(map(str, self.devices))} has no replica on "
+                f"{device}; load it once more for every further worker"
             )
-        self.embedding: Tensor = embedding.weight
-        self.device = self.embedding.device
-        self.dtype = self.embedding.dtype
-        self.vocab_size = int(head.weight.shape[0])
-        self.embed_scale, self.head = self._probe(model, head.weight)
-        self.stop_ids = _stop_ids(model, self.text_config, tokenizer)
+        hooks = self._hooks
+        model = replicate(self._model, device, without=lambda hook: hook in hooks)
+        twin = copy.copy(self)
+        twin._attach(model)
+        twin.head = replace(self.head, weight=model.get_output_embeddings().weight)
+        return twin
+
+    def ends(self, device: torch.device) -> TargetEnds:
+        """Embedding and head on `device`, sharing memory with this target where it is there."""
+        return TargetEnds(self.embedding, self.embed_scale, self.head).on(device)
 
     @torch.no_grad()
     def features(
@@ -146,21 +168,7 @@ class Target:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Block inputs `[..., hidden]` of `token_ids`: embedding rows times `embed_scale`."""
-        rows = nn.functional.embedding(token_ids, self.embedding)
-        return rows * self.embed_scale if self.embed_scale != 1.0 else rows
-
-    def _use_own_attention(self, model: Any) -> None:
-        from transformers import AttentionInterface
-
-        if getattr(self.text_config, "attn_logit_softcapping", None):
-            raise TargetError(
-                f"{type(model).__name__} soft-caps attention scores "
-                f"(attn_logit_softcapping={self.text_config.attn_logit_softcapping}); such targets "
-                "(Gemma 2) are not supported"
-            )
-        AttentionInterface.register(TARGET_ATTENTION, target_attention)
-        self.text_config._attn_implementation = TARGET_ATTENTION
-        self._decoder.config._attn_implementation = TARGET_ATTENTION
+        return self.ends(self.device).embed(token_ids)
 
     def _keep(self, tap: int) -> Any:
         def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -169,55 +177,16 @@ class Target:
         return hook
 
     def _take_taps(self) -> Tensor:
-        tapped = torch.cat([self._tapped[tap] for tap in self.taps], dim=-1)
+        # Layers of a target that spans several devices leave their outputs where they are.
+        tapped = torch.cat([self._tapped[tap].to(self.device) for tap in self.taps], dim=-1)
         self._tapped.clear()
         return tapped
-
-    @torch.no_grad()
-    def _probe(self, model: Any, head_weight: Tensor) -> tuple[float, Head]:
-        """Measures embedding scale and logit transform on real tokens; refuses what does not fit."""
-        rows = min(self.embedding.shape[0], head_weight.shape[0])
-        ids = torch.linspace(1, rows - 1, 8, device=self.device).long()[None]
-        entered: list[Tensor] = []
-        handle = self.layers[0].register_forward_pre_hook(
-            lambda _m, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-        try:
-            logits = model(input_ids=ids, use_cache=False).logits.float()
-            hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
-        finally:
-            handle.remove()
-            self._tapped.clear()
-        name = type(model).__name__
-        plain = nn.functional.embedding(ids, self.embedding).float()
-        scale = _ratio(entered[0].float(), plain)
-        if scale is None:
-            raise TargetError(
-                f"{name}: the first layer does not receive embedding rows times a constant (learned "
-                "positions, a projection or a norm comes first); such targets are not supported"
-            )
-        softcap = getattr(self.text_config, "final_logit_softcapping", None)
-        fitting: list[tuple[float, Head]] = []
-        # A configured cap need not be applied: Gemma 3's multimodal wrapper leaves it out.
-        for cap in dict.fromkeys((float(softcap) if softcap else None, None)):
-            bare = torch.atanh((logits / cap).clamp(-0.999, 0.999)) * cap if cap else logits
-            multiplier = _ratio(bare, (hidden @ head_weight.t()).float())
-            if multiplier is not None:
-                head = Head(head_weight, multiplier, cap)
-                fitting.append((float((head.logits(hidden) - logits).norm()), head))
-        if not fitting:
-            raise TargetError(
-                f"{name}: logits are not the output head applied to the final hidden state times a "
-                "constant; such targets are not supported"
-            )
-        return scale, min(fitting, key=lambda pair: pair[0])[1]
 
 
 def load_target(
     path: str,
     *,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
     dtype: str = "auto",
     taps: Sequence[int] | None = None,
     num_taps: int = 5,
@@ -226,6 +195,7 @@ def load_target(
 ) -> Target:
     """The frozen target at `path` (see `resolve_target`) on `device`, with its tokenizer.
 
+    Several devices: the layers are spread over them (see `device_map`), the ends are on the first.
     Raises TargetError when it cannot be loaded, when a weight is missing from the checkpoint (it
     would be random), or when it cannot be tapped.
     """
@@ -235,10 +205,12 @@ def load_target(
 
     if dtype not in _DTYPES:
         raise TargetError(f"target.dtype={dtype} is not one of {', '.join(_DTYPES)}")
+    devices = (device,) if isinstance(device, torch.device) else tuple(dict.fromkeys(device))
+    on_cuda = devices[0].type == "cuda"
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        dtype = "bfloat16" if on_cuda else "float32"
         if choices is not None:
-            reason = "CUDA tensor cores" if device.type == "cuda" else "bfloat16 is slow on a CPU"
+            reason = "CUDA tensor cores" if on_cuda else "bfloat16 is slow on a CPU"
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)
     source = resolve_target(path)
     part = "tokenizer (tokenizer.json, tokenizer_config.json)"
@@ -250,6 +222,8 @@ def load_target(
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            # Whole models are moved below, in one go.
+            device_map=spanning_map(source, devices, trust_remote_code),
         )
     except (
         OSError,
@@ -268,19 +242,27 @@ def load_target(
             f"target.path={path}: {len(missing)} weights are not in the checkpoint and would be "
             f"random, first {missing[0]}; a drafter trained against them would be worthless"
         )
-    return Target(model.to(device), tokenizer, taps=taps, num_taps=num_taps)
+    if len(devices) == 1:
+        model.to(devices[0])
+    return Target(model, tokenizer, taps=taps, num_taps=num_taps)
 
 
-def _ratio(seen: Tensor, base: Tensor) -> float | None:
-    """The constant c with `seen == c * base` within rounding, 1.0 exactly when close to it, or None."""
-    scale = float((seen * base).sum() / (base * base).sum())
-    error = float((seen - scale * base).norm() / seen.norm().clamp_min(1e-30))
-    if not error < 0.03:
-        return None
-    return 1.0 if abs(scale - 1.0) < 2e-3 else scale
+def _use_own_attention(model: Any) -> None:
+    from transformers import AttentionInterface
+
+    text_config = model.config.get_text_config()
+    if cap := getattr(text_config, "attn_logit_softcapping", None):
+        raise TargetError(
+            f"{type(model).__name__} soft-caps attention scores (attn_logit_softcapping={cap}); "
+            "such targets (Gemma 2) are not supported"
+        )
+    AttentionInterface.register(TARGET_ATTENTION, target_attention)
+    text_config._attn_implementation = TARGET_ATTENTION
+    model.get_decoder().config._attn_implementation = TARGET_ATTENTION
 
 
-def _stop_ids(model: Any, text_config: Any, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids(model: Any, text_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token id that ends a text, by generation config, model config and tokenizer."""
     found: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for value in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,13 +11,27 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.errors import ConfigError
-from draftline.model.target import Target
 
 _MASK_NAMES = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|fim_pad|>")
 
 
+class Vocabulary(Protocol):
+    """The part of a target, or of its facts, that decides about token ids.
+
+    `embedding` has a shape `[rows, hidden]`, and a row an index: a tensor, or None where the
+    checkpoint is not at hand and nothing can be said about the row.
+    """
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+    @property
+    def embedding(self) -> Any: ...
+
+
 def choose_mask_token(
-    target: Target, explicit: int | None, used: NDArray[np.int64], choices: Choices
+    target: Vocabulary, explicit: int | None, used: NDArray[np.int64], choices: Choices
 ) -> int:
     """The id whose embedding row stands for a masked slot.
 
@@ -45,7 +61,7 @@ def choose_mask_token(
     )
 
 
-def _candidates(target: Target) -> list[tuple[int, str]]:
+def _candidates(target: Vocabulary) -> list[tuple[int, str]]:
     tokenizer = target.tokenizer
     found: list[tuple[int, str]] = []
     own = getattr(tokenizer, "mask_token_id", None)
@@ -66,11 +82,11 @@ def _candidates(target: Target) -> list[tuple[int, str]]:
     return found
 
 
-def _problem(target: Target, token_id: int, used: NDArray[np.int64]) -> str | None:
+def _problem(target: Vocabulary, token_id: int, used: NDArray[np.int64]) -> str | None:
     if token_id >= target.embedding.shape[0]:
         return "is outside the target's embedding"
-    row = target.embedding[token_id].float()
-    if not bool(torch.isfinite(row).all()) or not bool(row.any()):
+    row = target.embedding[token_id]
+    if row is not None and not (bool(torch.isfinite(row).all()) and bool(row.any())):
         return "is an embedding row of zeros or non-finite values"
     tokenizer = target.tokenizer
     reserved = {*target.stop_ids}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,47 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.errors import DeviceError
+
+# What a name stands for in `--devices`: GiB as torch reports them.
+_KNOWN_GIB = {"H200": 139.8}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """A GPU's name and memory in bytes; its index is its place in the list of the visible ones."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def visible_devices() -> tuple[DeviceFacts, ...]:
+    """Every GPU that this process can use, by index; empty on a machine without."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(DeviceFacts(torch.cuda.get_device_properties(index).name, total, free))
+    return tuple(found)
+
+
+def parse_devices(text: str) -> tuple[DeviceFacts, ...]:
+    """GPUs that are only thought of: `8x141` is eight of 141 GiB each, all of it free; `0x0` none.
+
+    `8xH200` are eight whose speed is known too. Raises DeviceError for anything else.
+    """
+    count, _, size = text.partition("x")
+    known = {name.lower(): gib for name, gib in _KNOWN_GIB.items()}
+    try:
+        number, gib = int(count), known.get(size.lower()) or float(size)
+    except ValueError:
+        number, gib = -1, 0.0
+    if not (number >= 0 and 0 <= gib < 2**20):
+        raise DeviceError(
+            f"--devices {text} is not COUNTxGIB such as 8x141, nor COUNTxNAME with a name of "
+            f"{', '.join(_KNOWN_GIB)}"
+        )
+    name = f"NVIDIA {size.upper()}" if size.lower() in known else f"GPU of {gib:g} GiB"
+    return (DeviceFacts(name, int(gib * 2**30), int(gib * 2**30)),) * number
 
 
 def pick_device(wanted: str, choices: Choices) -> torch.device:
@@ -38,9 +82,24 @@ def pick_device(wanted: str, choices: Choices) -> torch.device:
                 else f"run.device={wanted}: no CUDA device is visible (driver, container, or "
                 "CUDA_VISIBLE_DEVICES); use run.device=cpu"
             )
-        # cuBLAS keeps float32 exact unless asked; drafters compare with float32 references.
-        torch.backends.cuda.matmul.allow_tf32 = False
+        keep_float32_exact([device])
     return device
+
+
+def keep_float32_exact(devices: Sequence[torch.device]) -> None:
+    """Turns off TF32 where a run uses a GPU: drafters are compared with float32 references."""
+    if any(device.type == "cuda" for device in devices):
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@contextmanager
+def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Makes `device`, and `stream` if given, the calling thread's current ones; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def describe_device(device: torch.device) -> str:

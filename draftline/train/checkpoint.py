@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,24 +139,26 @@ class CheckpointWriter:
         self.last: Path | None = None
 
     def save(
-        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+        self,
+        step: int,
+        groups: Callable[[], Mapping[str, Mapping[str, Tensor]]],
+        state: Mapping[str, Any],
     ) -> None:
-        """Copies the tensors to the host now and writes them in the background."""
+        """Writes what `groups()` gives, called on the writer's thread; one write at a time."""
         self.wait()
-        host = {
-            stem: {name: t.detach().to("cpu", copy=True) for name, t in group.items()}
-            for stem, group in tensors.items()
-        }
         self._thread = threading.Thread(
-            target=self._write, args=(step, host, dict(state)), name="checkpoint-writer"
+            target=self._write, args=(step, groups, dict(state)), name="checkpoint-writer"
         )
         self._thread.start()
 
     def _write(
-        self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
+        self,
+        step: int,
+        groups: Callable[[], Mapping[str, Mapping[str, Tensor]]],
+        state: dict[str, Any],
     ) -> None:
         try:
-            self.last = save_checkpoint(self.directory, step, tensors, state, self._keep)
+            self.last = save_checkpoint(self.directory, step, groups(), state, self._keep)
             self.failure = None
         except CheckpointError as error:
             self.failure = error

@@ -1,6 +1,6 @@
-"""Where a step's features come from: the target at every step, or a cache filled once.
+"""Features computed once: a cache of every sample's, in memory or in a file, and its reader.
 
-The cache holds every sample's features back to back, so packs can be composed anew each epoch.
+Samples lie back to back, so packs can be composed anew each epoch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,9 +19,34 @@ from torch import Tensor
 from draftline.data.packing import Pack
 from draftline.data.tokens import Sample
 from draftline.errors import ConfigError
-from draftline.model.taps import check_features
-from draftline.model.target import Target
-from draftline.runtime.devices import upload
+from draftline.runtime.staging import Staging
+
+# Samples on their way to a device at once.
+_AHEAD = 4
+
+
+class Tapped(Protocol):
+    """What a target, or its facts, says about the features that it gives."""
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class FeatureWorker(Protocol):
+    """One worker's way to a pack's features: `run` queues the work that puts them into `row`.
+
+    `row [token_budget, width]` holds the last pack's features back to back and zeros behind; `warm`
+    allocates and compiles what `run` needs.
+    """
+
+    row: Tensor
+
+    def warm(self) -> None: ...
+    def run(self, samples: Sequence[Sample], pack: Pack) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,166 +62,158 @@ class FeatureSize:
         return self.bytes / 2**30
 
 
-def feature_size(target: Target, tokens: int, *, last_hidden: bool) -> FeatureSize:
+def feature_size(target: Tapped, tokens: int, *, last_hidden: bool) -> FeatureSize:
     """The size of a cache over `tokens` tokens, in the target's dtype."""
     width = (len(target.taps) + int(last_hidden)) * target.hidden_size
-    return FeatureSize(tokens, width, tokens * width * target.embedding.element_size())
+    return FeatureSize(tokens, width, tokens * width * target.dtype.itemsize)
 
 
-class FeatureSource:
-    """Runs the target over samples, in batches padded on the right, and removes the padding."""
+def measure(
+    worker: FeatureWorker, samples: Sequence[Sample], members: Sequence[int], width: int
+) -> Tensor:
+    """The first `width` channels of the samples `members`, on the worker's device, without their
+    position 0: `[tokens, width]` in the order of the worker's packs."""
+    lengths = [len(s.input_ids) for s in samples]
+    found = []
+    for pack in _groups(lengths, members, len(worker.row)):
+        worker.run(samples, pack)
+        keep = np.ones(pack.tokens, np.bool_)
+        keep[np.cumsum([0] + [lengths[m] for m in pack.members[:-1]])] = False
+        index = torch.from_numpy(np.flatnonzero(keep)).to(worker.row.device)
+        found.append(worker.row[index, :width])
+    return torch.cat(found)
 
-    def __init__(self, target: Target, *, last_hidden: bool, batch_tokens: int, most: int) -> None:
-        """`batch_tokens`: padded tokens of one target forward; `most`: rows of one."""
-        self._target = target
-        self._last_hidden = last_hidden
-        self._batch_tokens = batch_tokens
-        self._most = most
-        self._taps_width = len(target.taps) * target.hidden_size
-        self._cache: Tensor | None = None
-        self._offsets: list[int] = []
 
-    @property
-    def width(self) -> int:
-        """Channels a token: taps, and the last hidden state where it is needed."""
-        return self._taps_width + (self._target.hidden_size if self._last_hidden else 0)
+class FeatureCache:
+    """Every sample's features on the host, `[tokens, width]` each; one object serves all readers."""
 
-    def pack(
-        self, samples: Sequence[Sample], pack: Pack, token_budget: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Features `[token_budget, taps * hidden]` and last hidden states of one pack, padding 0."""
-        device = self._target.device
-        row = torch.zeros(token_budget, self.width, dtype=self._target.dtype, device=device)
-        if self._cache is None:
-            self._compute([samples[m] for m in pack.members], row)
-        else:
-            begin = 0
-            for member in pack.members:
-                length = len(samples[member].input_ids)
-                offset = self._offsets[member]
-                row[begin : begin + length] = self._cache[offset : offset + length].to(device)
-                begin += length
-        taps = check_features(
-            row[:, : self._taps_width], len(self._target.taps), self._target.hidden_size
-        )
-        return taps, row[:, self._taps_width :] if self._last_hidden else None
+    def __init__(self, target: Tapped, samples: Sequence[Sample], *, last_hidden: bool) -> None:
+        """Allocates nothing; `fill` does."""
+        self._samples = samples
+        self._lengths = [len(s.input_ids) for s in samples]
+        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
+        self._size = feature_size(target, self._offsets[-1], last_hidden=last_hidden)
+        self._store: Tensor | None = None
+        self.width = self._size.width
+        self.dtype = target.dtype
+        self.longest = max(self._lengths)
 
-    def measure(self, samples: Sequence[Sample]) -> Tensor:
-        """Features `[tokens, taps * hidden]` of the samples without their position 0."""
-        total = sum(len(s.input_ids) for s in samples)
-        row = torch.zeros(total, self.width, dtype=self._target.dtype, device=self._target.device)
-        self._compute(samples, row)
-        keep = torch.ones(total, dtype=torch.bool)
-        begin = 0
-        for sample in samples:
-            keep[begin] = False
-            begin += len(sample.input_ids)
-        return row[keep.to(row.device), : self._taps_width]
+    def rows(self, member: int) -> Tensor:
+        """Features `[tokens, width]` of one sample, a view of the cache."""
+        assert self._store is not None, "the cache was not filled"
+        return self._store[self._offsets[member] : self._offsets[member + 1]]
 
     def fill(
         self,
-        samples: Sequence[Sample],
+        worker: Callable[[], FeatureWorker],
         directory: Path | None,
         key: str,
         progress: Callable[[int, int], None],
     ) -> None:
         """Computes every sample's features once, into memory or a file of `directory`.
 
-        A finished file of the same `key` (data, target, taps) is taken as it is. Raises ConfigError
-        when there is no room; nothing is allocated before that is known.
+        A finished file of the same `key` (data, target, taps) is taken as it is; only otherwise is
+        `worker` called for one to compute with. `progress(done, total)` counts tokens. Raises
+        ConfigError when there is no room; nothing is allocated before that is known.
         """
-        lengths = [len(s.input_ids) for s in samples]
-        self._offsets = [0, *np.cumsum(lengths).tolist()]
-        total = self._offsets[-1]
-        size = feature_size(self._target, total, last_hidden=self._last_hidden)
-        done: Path | None = None
         if directory is None:
-            _check_room(size, _free_memory(), "memory", "features.source=disk or online")
-            self._cache = torch.empty(total, self.width, dtype=self._target.dtype)
-        else:
-            path = directory / f"features-{key}.bin"
-            done = path.with_suffix(".done")
-            directory.mkdir(parents=True, exist_ok=True)
-            finished = done.exists() and path.exists() and path.stat().st_size == size.bytes
-            if not finished:
-                # What an interrupted fill left behind holds the very space that is asked for.
-                done.unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-                free = shutil.disk_usage(directory).free
-                _check_room(size, free, f"disk at {directory}", "features.dir or source=online")
-                # Reserved now: writing into a mapping that the disk cannot back kills the process.
-                try:
-                    with path.open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, size.bytes)
-                except OSError as error:
-                    path.unlink(missing_ok=True)
-                    raise ConfigError(
-                        f"the feature cache of {size.gib:.1f} GiB cannot be made at {path}: "
-                        f"{error.strerror}; use another features.dir or features.source=online"
-                    ) from None
-            self._cache = torch.from_file(
-                str(path), shared=True, size=total * self.width, dtype=self._target.dtype
-            ).view(total, self.width)
-            if finished:
-                return
-        finished_tokens = 0
-        for index, rows in self._computed(samples):
-            self._cache[self._offsets[index] : self._offsets[index + 1]] = rows.cpu()
-            finished_tokens += lengths[index]
-            progress(finished_tokens, total)
-        if done is not None:
+            _check_room(self._size, _free_memory(), "memory", "features.source=disk or online")
+            self._store = torch.empty(self._size.tokens, self.width, dtype=self.dtype)
+            self._compute(worker(), progress)
+            return
+        path = directory / f"features-{key}.bin"
+        done = path.with_suffix(".done")
+        directory.mkdir(parents=True, exist_ok=True)
+        finished = done.exists() and path.exists() and path.stat().st_size == self._size.bytes
+        if not finished:
+            # What an interrupted fill left behind holds the very space that is asked for.
+            done.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            free = shutil.disk_usage(directory).free
+            _check_room(self._size, free, f"disk at {directory}", "features.dir or source=online")
+            _reserve(path, self._size)
+        self._store = torch.from_file(
+            str(path), shared=True, size=self._size.tokens * self.width, dtype=self.dtype
+        ).view(-1, self.width)
+        if not finished:
+            self._compute(worker(), progress)
             done.touch()
 
-    def _compute(self, samples: Sequence[Sample], row: Tensor) -> None:
-        """Writes the samples' features back to back into `row`."""
-        offsets = [0, *np.cumsum([len(s.input_ids) for s in samples]).tolist()]
-        for index, rows in self._computed(samples):
-            row[offsets[index] : offsets[index + 1]] = rows
-
-    def _computed(self, samples: Sequence[Sample]) -> Iterator[tuple[int, Tensor]]:
-        """Index and features `[tokens, width]` of every sample, in the order of the forwards."""
-        lengths = [len(s.input_ids) for s in samples]
-        for group in _batches(lengths, self._batch_tokens, self._most):
-            buffer = torch.empty(
-                sum(lengths[i] for i in group),
-                self.width,
-                dtype=self._target.dtype,
-                device=self._target.device,
-            )
-            self._run([samples[i] for i in group], buffer)
-            begin = 0
-            for index in group:
-                yield index, buffer[begin : begin + lengths[index]]
-                begin += lengths[index]
-
-    def _run(self, samples: Sequence[Sample], out: Tensor) -> None:
-        """One target forward; `out [tokens, width]` gets the samples' rows without padding."""
-        lengths = [len(s.input_ids) for s in samples]
-        longest = max(lengths)
-        ids = np.zeros((len(samples), longest), np.int64)
-        real = np.zeros((len(samples), longest), np.bool_)
-        for i, sample in enumerate(samples):
-            ids[i, : lengths[i]] = sample.input_ids
-            real[i, : lengths[i]] = True
-        device = self._target.device
-        taps, last = self._target.features(upload(ids, device), last_hidden=self._last_hidden)
-        index = upload(np.flatnonzero(real), device)
-        out[:, : self._taps_width] = taps.flatten(0, 1)[index]
-        if last is not None:
-            out[:, self._taps_width :] = last.flatten(0, 1)[index]
+    def _compute(self, worker: FeatureWorker, progress: Callable[[int, int], None]) -> None:
+        worker.warm()
+        finished = 0
+        for pack in _groups(self._lengths, range(len(self._lengths)), len(worker.row)):
+            worker.run(self._samples, pack)
+            begin, rows = 0, worker.row[: pack.tokens].cpu()
+            for member in pack.members:
+                end = begin + self._lengths[member]
+                self.rows(member).copy_(rows[begin:end])
+                begin = end
+            finished += pack.tokens
+            progress(finished, self._size.tokens)
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int, most: int) -> list[list[int]]:
-    """Indices grouped by similar length, so that `rows * longest` stays within `batch_tokens`."""
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups:
-            group = groups[-1]
-            if len(group) < most and (len(group) + 1) * lengths[group[0]] <= batch_tokens:
-                group.append(index)
-                continue
-        groups.append([index])
-    return groups
+class CachedFeatures:
+    """Copies packs' features from a filled cache to one device, for one worker thread.
+
+    `row` is as in `TargetForwards`, which this replaces where features were computed beforehand; no
+    target is needed on the device. Samples must be those of the cache, by their index.
+    """
+
+    def __init__(self, cache: FeatureCache, device: torch.device, *, token_budget: int) -> None:
+        self.device, self.dtype, self.width = device, cache.dtype, cache.width
+        self.row = torch.zeros(token_budget, cache.width, dtype=cache.dtype, device=device)
+        self._cache = cache
+        self._staging: Staging | None = None
+        if device.type == "cuda":
+            shape = (cache.longest, cache.width)
+            self._staging = Staging(shape, cache.dtype, device, depth=_AHEAD)
+
+    def warm(self) -> None:
+        """Does nothing: copies need no preparation."""
+
+    def run(self, samples: Sequence[Sample], pack: Pack) -> None:
+        """Queues the copies of `pack` on the current stream; `row` holds its features after them."""
+        begin = 0
+        for member in pack.members:
+            rows = self._cache.rows(member)
+            assert len(rows) == len(samples[member].input_ids), "the cache is of other samples"
+            out = self.row[begin : begin + len(rows)]
+            if self._staging is None:
+                out.copy_(rows)
+            else:
+                staged = self._staging.take()[: len(rows)]
+                staged.copy_(rows)
+                self._staging.send(staged, out)
+            begin += len(rows)
+        self.row[begin:].zero_()
+
+
+def _groups(lengths: Sequence[int], members: Sequence[int], token_budget: int) -> Iterator[Pack]:
+    """Packs of at most `token_budget` tokens, of samples alike in length, longest first."""
+    group: list[int] = []
+    tokens = 0
+    for member in sorted(members, key=lambda m: -lengths[m]):
+        if group and tokens + lengths[member] > token_budget:
+            yield Pack(tuple(group), tokens)
+            group, tokens = [], 0
+        group.append(member)
+        tokens += lengths[member]
+    if group:
+        yield Pack(tuple(group), tokens)
+
+
+def _reserve(path: Path, size: FeatureSize) -> None:
+    # Writing into a mapping that the disk cannot back kills the process, so it is backed now.
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size.bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(
+            f"the feature cache of {size.gib:.1f} GiB cannot be made at {path}: {error.strerror}; "
+            "use another features.dir or features.source=online"
+        ) from None
 
 
 def _free_memory() -> int:

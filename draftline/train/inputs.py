@@ -1,4 +1,4 @@
-"""From a configuration to everything a run computes with: target, samples, drafter shape."""
+"""From a configuration to what a run is about, before a weight is loaded: facts, samples, shape."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.config import Config
-from draftline.data.conversations import Reject, read_conversations
-from draftline.data.tokens import Sample, token_counts, tokenize
+from draftline.data.conversations import Reading, Reject, read_conversations
+from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
 from draftline.demo import resolve_data
+from draftline.errors import TargetError
 from draftline.model.drafter import DrafterShape
+from draftline.model.facts import TargetFacts, read_facts
 from draftline.model.init import build_shape
 from draftline.model.target import Target, load_target
 from draftline.model.vocabulary import choose_draft_vocabulary, choose_mask_token
-from draftline.runtime.devices import pick_device
+from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
+from draftline.train.placement import device_type
 
 log = logging.getLogger(__name__)
+
+# English in the vocabularies of today; code and other languages take more tokens.
+_CHARACTERS_A_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """`token_ids [draft_vocab]` int64 on the device, or None for the whole vocabulary. `cut_turns`
-    answers begin behind data.max_length. `key` is the same exactly when the features would be."""
+    """What is known before a weight is loaded. `token_ids [draft_vocab]` int64 on the CPU, or None
+    for the whole vocabulary; `cut_turns` answers begin behind data.max_length; `estimated` says
+    that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run."""
 
-    device: torch.device
-    target: Target
+    facts: TargetFacts
     samples: tuple[Sample, ...]
     rejects: tuple[Reject, ...]
     rows: int
@@ -41,7 +47,7 @@ class Inputs:
     cut_turns: int
     shape: DrafterShape
     token_ids: Tensor | None
-    key: str
+    estimated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -49,8 +55,9 @@ class Inputs:
 
     def summary(self) -> str:
         """One line about the data, rejected rows by reason included."""
+        about = "about " if self.estimated else ""
         text = (
-            f"data: {len(self.samples)} samples of {self.rows} rows, {self.tokens} tokens, "
+            f"data: {len(self.samples)} samples of {self.rows} rows, {about}{self.tokens} tokens, "
             f"{self.supervised_tokens} supervised"
         )
         if cut := sum(s.truncated for s in self.samples):
@@ -63,11 +70,11 @@ class Inputs:
         return text
 
 
-def open_target(config: Config, choices: Choices) -> Target:
-    """The target of `config` on its device."""
+def open_target(config: Config, choices: Choices, device: torch.device | None = None) -> Target:
+    """The target of `config`, on `device` or on the one that run.device says."""
     return load_target(
         config.target.path,
-        device=pick_device(config.run.device, choices),
+        device=device or pick_device(config.run.device, choices),
         dtype=config.target.dtype,
         taps=config.target.tap_layers,
         num_taps=config.target.num_taps,
@@ -76,47 +83,92 @@ def open_target(config: Config, choices: Choices) -> Target:
     )
 
 
-def prepare(config: Config, choices: Choices) -> Inputs:
-    """Loads the target, reads and tokenises the data, and settles the drafter's shape."""
+def prepare(
+    config: Config,
+    choices: Choices,
+    available: Sequence[DeviceFacts] | None = None,
+    *,
+    estimate: bool = False,
+) -> Inputs:
+    """Reads the target's facts and the data, tokenises, and settles the drafter's shape.
+
+    No weight is loaded. `available` are the GPUs, by default those that are visible. A target
+    directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths.
+    """
     reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
     for note, count in reading.notes.items():
         log.info("data: %d x %s", count, note)
-    target = open_target(config, choices)
-    tokenized = tokenize(
-        reading.conversations,
-        target.tokenizer,
-        max_length=config.data.max_length,
-        block_size=config.block_size,
-        template_kwargs=config.data.template,
+    facts = read_facts(
+        config.target.path,
+        dtype=config.target.dtype,
+        taps=config.target.tap_layers,
+        num_taps=config.target.num_taps,
+        trust_remote_code=config.target.trust_remote_code,
+        device_type=device_type(config, visible_devices() if available is None else available),
     )
-    rejects = (*reading.rejects, *tokenized.rejects)
-    rows = max(target.vocab_size, int(target.embedding.shape[0]))
-    used = np.zeros(rows, np.int64)
-    for sample in tokenized.samples:
-        np.add.at(used, sample.input_ids, 1)
-    mask_token = choose_mask_token(target, config.drafter.mask_token_id, used, choices)
+    estimated = facts.tokenizer is None
+    if not estimated:
+        tokenized = tokenize(
+            reading.conversations,
+            facts.tokenizer,
+            max_length=config.data.max_length,
+            block_size=config.block_size,
+            template_kwargs=config.data.template,
+        )
+        used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
+        for sample in tokenized.samples:
+            np.add.at(used, sample.input_ids, 1)
+        mask_token = choose_mask_token(facts, config.drafter.mask_token_id, used, choices)
+    elif estimate:
+        tokenized = _guess(config, reading, choices)
+        mask_token = config.drafter.mask_token_id or 0
+    else:
+        raise TargetError(
+            f"target.path={config.target.path} has no tokenizer (tokenizer.json, "
+            "tokenizer_config.json); copy the target's into it"
+        )
     token_ids = None
     if config.drafter.vocab_size is not None:
-        token_ids = _draft_vocabulary(config.drafter.vocab_size, tokenized.samples, target, choices)
+        token_ids = _draft_vocabulary(config.drafter.vocab_size, tokenized.samples, facts, choices)
     return Inputs(
-        device=target.device,
-        target=target,
+        facts=facts,
         samples=tokenized.samples,
-        rejects=rejects,
+        rejects=(*reading.rejects, *tokenized.rejects),
         rows=reading.rows,
         supervised_tokens=tokenized.supervised_tokens,
         cut_turns=tokenized.cut_turns,
-        shape=build_shape(config, target, mask_token),
+        shape=build_shape(config, facts, mask_token),
         token_ids=token_ids,
-        key=_key(config, tokenized.samples, target),
+        estimated=estimated,
     )
 
 
+def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
+    """Samples as long as their conversations would be at so many characters a token."""
+    choices.record(
+        "data.tokens",
+        wanted="the target's tokenizer",
+        got=f"one token for {_CHARACTERS_A_TOKEN} characters",
+        reason="the target's directory has no tokenizer, so lengths are guessed",
+        fallback=True,
+    )
+    samples = []
+    for conversation in reading.conversations:
+        characters = sum(len(message.content) for message in conversation.messages)
+        wanted = max(config.block_size, characters // _CHARACTERS_A_TOKEN)
+        length = min(wanted, config.data.max_length)
+        ids = np.zeros(length, np.int32)
+        mask = np.ones(length, np.bool_)
+        samples.append(Sample(conversation.id, ids, mask, length < wanted))
+    total = sum(len(sample.input_ids) for sample in samples)
+    return Tokenized(tuple(samples), (), total, total, 0)
+
+
 def _draft_vocabulary(
-    size: int, samples: Sequence[Sample], target: Target, choices: Choices
+    size: int, samples: Sequence[Sample], facts: TargetFacts, choices: Choices
 ) -> Tensor:
-    counts: NDArray[np.int64] = token_counts(samples, target.vocab_size)
-    ids = choose_draft_vocabulary(counts, size, target.stop_ids)
+    counts: NDArray[np.int64] = token_counts(samples, facts.vocab_size)
+    ids = choose_draft_vocabulary(counts, size, facts.stop_ids)
     covered = 100 * counts[ids.numpy()].sum() / max(1, counts.sum())
     choices.record(
         "drafter.vocab_size",
@@ -124,10 +176,11 @@ def _draft_vocabulary(
         got=f"{size} tokens covering {covered:.2f} % of the training answers",
         reason="most frequent answer tokens and the stop tokens",
     )
-    return ids.to(target.device)
+    return ids
 
 
-def _key(config: Config, samples: Sequence[Sample], target: Target) -> str:
+def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> str:
+    """16 hex digits that are the same exactly when the samples' features would be."""
     digest = hashlib.sha256()
     soft = config.loss.soft_labels > 0
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())

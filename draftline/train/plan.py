@@ -3,100 +3,213 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-
-import torch
 
 from draftline.config import Config
 from draftline.data.packing import PackPlan
-from draftline.errors import ConfigError, DeviceError
-from draftline.train.features import feature_size
+from draftline.errors import ConfigError
+from draftline.runtime.devices import DeviceFacts
 from draftline.train.inputs import Inputs
+from draftline.train.memory import DeviceMemory, check_memory, device_memory, memory_table
+from draftline.train.placement import Placement, packs_per_step
+from draftline.train.start import batch_table
+from draftline.train.work import pack_work
 
 _GIB = 2**30
+# Matrix work that an H200 does in a step of this kind, of 790 TFLOP/s measured at best
+# (bench/results); what other devices do is not known.
+_KNOWN_FLOPS = {"H200": 0.55 * 790e12}
+# Packs whose padding is counted; more would change the share by less than its print.
+_PADDED_PACKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """How long the steps take, None where nothing tells, and what that rests on."""
+
+    hours: float | None
+    basis: str
+
+    def __str__(self) -> str:
+        if self.hours is None:
+            return self.basis
+        length = f"{self.hours:.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
+        return f"{length} ({self.basis})"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes in bytes and counts; `lines()` is what a person reads before the run starts."""
+    """Sizes in bytes and counts; `lines()` is what a person reads before the run starts.
+
+    `accumulate` packs go through each drafter a step, `packs_per_step` through all of them; `rows`
+    are those of a step, `padding_pct` the share of padding in target forwards.
+    """
 
     steps: int
     epochs: float
     packs: int
     fill_pct: float
     limited_by: str
+    packs_per_step: int
+    accumulate: int
     rows: int
     parameters: int
-    target_bytes: int
-    drafter_bytes: int
-    step_bytes: int
+    padding_pct: float
+    hours: Hours
+    placement: Placement
+    memory: tuple[DeviceMemory, ...]
     cache_bytes: int
     checkpoint_bytes: int
     disk_bytes: int
 
     def lines(self) -> list[str]:
-        return [
+        about_steps = (
             f"plan: {self.steps} steps, {self.epochs:.2f} epochs of {self.packs} packs, "
-            f"fill {self.fill_pct:.1f} % (limited by {self.limited_by})",
-            f"plan: {self.rows} rows a step, drafter of {self.parameters / 1e6:.1f} M parameters",
-            f"plan: target {self.target_bytes / _GIB:.2f} GiB, drafter and optimizer "
-            f"{self.drafter_bytes / _GIB:.2f} GiB, step at least {self.step_bytes / _GIB:.2f} GiB, "
-            f"feature cache {self.cache_bytes / _GIB:.2f} GiB",
+            f"fill {self.fill_pct:.1f} % (limited by {self.limited_by})"
+        )
+        about_rows = (
+            f"plan: {self.rows} rows a step from {self.packs_per_step} pack(s), {self.accumulate} a "
+            f"drafter; drafter of {self.parameters / 1e6:.1f} M parameters"
+        )
+        about_target = f"plan: {self.padding_pct:.1f} % padding in target forwards"
+        if self.cache_bytes:
+            about_target += f", feature cache {self.cache_bytes / _GIB:.2f} GiB"
+        about_disk = (
             f"plan: checkpoints of {self.checkpoint_bytes / _GIB:.2f} GiB, at most "
-            f"{self.disk_bytes / _GIB:.2f} GiB of disk",
+            f"{self.disk_bytes / _GIB:.2f} GiB of disk"
+        )
+        lines = [*self.placement.lines(), about_steps, about_rows, about_target]
+        table = [f"    {line}" for line in memory_table(self.memory)]
+        return [
+            *lines,
+            about_disk,
+            f"plan: duration {self.hours}",
+            "plan: memory, of which step and total are lower bounds",
+            *table,
         ]
 
+    def to_dict(self) -> dict[str, object]:
+        """Everything, as JSON takes it."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {
+            "hours": self.hours.hours,
+            "hours_basis": self.hours.basis,
+            "placement": {
+                "targets": [[str(device) for device in span] for span in self.placement.targets],
+                "drafters": [str(device) for device in self.placement.drafters],
+                "slots": list(self.placement.slots),
+                "shared": [str(device) for device in self.placement.shared],
+            },
+            "memory": [
+                {
+                    "device": str(row.device),
+                    "name": row.name,
+                    "parts": row.parts,
+                    "total_bytes": row.total,
+                    "free_bytes": row.free_bytes,
+                }
+                for row in self.memory
+            ],
+        }
 
-def plan_run(config: Config, inputs: Inputs, packs: PackPlan) -> Plan:
-    """The plan of a run; raises ConfigError or DeviceError when it cannot fit, with the numbers."""
+
+def plan_run(
+    config: Config,
+    inputs: Inputs,
+    packs: PackPlan,
+    placement: Placement,
+    available: Sequence[DeviceFacts],
+    *,
+    nodes: int = 1,
+    rate: float | None = None,
+) -> Plan:
+    """The plan of a run; raises ConfigError or DeviceError when it cannot fit, with the numbers.
+
+    `packs` are an epoch of all `nodes` machines, which are alike; `available` are this one's GPUs.
+    `rate` is what one drafter was measured to do, in rows a second.
+    """
+    accumulate = packs_per_step(config, len(placement.drafters), nodes)
+    together = accumulate * len(placement.drafters) * nodes
     steps = config.train.steps
     if steps is None:
         assert config.train.epochs is not None, "the configuration demands one of the two"
-        steps = max(1, round(config.train.epochs * len(packs.packs)))
-    target, shape = inputs.target, inputs.shape
-    element = target.embedding.element_size()
-    parameters = shape.num_parameters
-    masters = 0 if target.dtype == torch.float32 else 4
-    average = 4 if config.train.ema is not None else 0
-    drafter_bytes = parameters * (2 * element + masters * 2 + 8 + average)
+        steps = max(1, round(config.train.epochs * len(packs.packs) / together))
+    parameters = inputs.shape.num_parameters
     soft = config.loss.soft_labels > 0
-    pack = feature_size(target, config.token_budget, last_hidden=soft)
-    vocabulary = len(inputs.token_ids) if inputs.token_ids is not None else target.vocab_size
-    rows = config.max_anchors * config.block_size
-    logits = 3 * 4 * min(config.loss.chunk_rows, rows) * vocabulary
-    # What a layer must keep for its backward: inputs, projections, MLP halves.
-    kept = 6 * shape.hidden_size + 3 * shape.intermediate_size
-    activations = rows * shape.num_layers * kept * element
-    if inputs.device.type == "cpu":
-        activations += rows * (config.token_budget + rows)
-    cache = (
-        feature_size(target, inputs.tokens, last_hidden=soft).bytes
-        if config.features.source != "online"
-        else 0
-    )
+    cached = config.features.source != "online"
+    average = 4 if config.train.ema is not None else 0
     checkpoint = parameters * (12 + 2 * average)
+    padding_pct = _padding_pct(config, inputs, packs)
+    computed = packs.fill_pct / (100 - padding_pct)
+    memory = device_memory(config, inputs, placement, available)
     plan = Plan(
         steps=steps,
-        epochs=steps / len(packs.packs),
+        epochs=steps * together / len(packs.packs),
         packs=len(packs.packs),
         fill_pct=packs.fill_pct,
         limited_by=packs.limited_by,
-        rows=rows,
+        packs_per_step=together,
+        accumulate=accumulate,
+        rows=together * config.max_anchors * config.block_size,
         parameters=parameters,
-        target_bytes=sum(p.numel() * p.element_size() for p in target.parameters()),
-        drafter_bytes=drafter_bytes,
-        step_bytes=pack.bytes + logits + activations,
-        cache_bytes=cache,
+        padding_pct=padding_pct,
+        hours=_hours(config, inputs, placement, memory, steps * together / nodes, computed, rate),
+        placement=placement,
+        memory=memory,
+        cache_bytes=inputs.facts.feature_bytes(inputs.tokens, last_hidden=soft) if cached else 0,
         checkpoint_bytes=checkpoint,
         # The new one is complete before the oldest goes.
         disk_bytes=checkpoint * (config.train.keep_checkpoints + 1),
     )
-    _check(plan, inputs.device, Path(config.run.dir))
+    check_memory(memory, config, inputs, placement, available)
+    _check_disk(plan, Path(config.run.dir))
     return plan
 
 
-def _check(plan: Plan, device: torch.device, directory: Path) -> None:
+def _padding_pct(config: Config, inputs: Inputs, packs: PackPlan) -> float:
+    """Padding in the target's forwards over the first packs, of 100 computed tokens."""
+    lengths = [len(sample.input_ids) for sample in inputs.samples]
+    table = batch_table(config, inputs.samples)
+    real = computed = 0
+    for pack in packs.packs[:_PADDED_PACKS]:
+        real += pack.tokens
+        batches = table.split([lengths[member] for member in pack.members])
+        computed += sum(batch.shape[0] * batch.shape[1] for batch in batches)
+    return 100 * (computed - real) / computed
+
+
+def _hours(
+    config: Config,
+    inputs: Inputs,
+    placement: Placement,
+    memory: Sequence[DeviceMemory],
+    packs: float,
+    computed: float,
+    rate: float | None,
+) -> Hours:
+    """The time for `packs` packs on this machine; in the mean a target computes `computed` times
+    the tokens of a full pack."""
+    names = [row.name for row in memory]
+    known = [flops for key, flops in _KNOWN_FLOPS.items() if all(key in name for name in names)]
+    work = pack_work(config, inputs.facts, inputs.shape)
+    fed = 0.0
+    if known and config.features.source == "online":
+        fed = work.target * computed / known[0]
+    if rate is not None:
+        drafted = config.max_anchors * config.block_size / rate
+        basis = f"at the given {rate:g} rows/s a drafter; "
+        basis += "target estimated, not measured" if fed else "if no drafter waits for a target"
+    elif known:
+        drafted = work.drafter / known[0]
+        basis = "estimated from matrix work, not measured"
+    else:
+        return Hours(None, "unknown: give --rate")
+    return Hours(packs * placement.pack_time(fed, drafted) / 3600, basis)
+
+
+def _check_disk(plan: Plan, directory: Path) -> None:
     there = directory
     while not there.exists():
         there = there.parent
@@ -106,11 +219,3 @@ def _check(plan: Plan, device: torch.device, directory: Path) -> None:
             f"checkpoints need {plan.disk_bytes / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free "
             f"at {there}; choose another run.dir or lower train.keep_checkpoints"
         )
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        needed = plan.drafter_bytes + plan.step_bytes
-        if needed > free:
-            raise DeviceError(
-                f"{device} has {free / _GIB:.1f} GiB left beside the target and the run needs at "
-                f"least {needed / _GIB:.1f} GiB; lower max_anchors, token_budget or loss.chunk_rows"
-            )

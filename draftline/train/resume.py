@@ -1,17 +1,28 @@
-"""Whether, and from where, a run directory is continued."""
+"""Whether a run is continued, from where, and with what state on every machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftline.config import Config
 from draftline.config_file import changed_keys
 from draftline.errors import ResumeError
+from draftline.runtime.nodes import Nodes
 from draftline.train.checkpoint import Checkpoint, checkpoint_paths, latest_checkpoint
+from draftline.train.step import TrainStep
 
 # Keys that say where and how often, not what is computed.
-_FREE_KEYS = ("run.dir", "evaluate.", "train.log_every", "train.checkpoint_every",
-              "train.keep_checkpoints", "train.trackers")  # fmt: skip
+_FREE_KEYS = (
+    "run.dir",
+    "run.device",
+    "topology.",
+    "evaluate.",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.trackers",
+)
 
 
 def find_checkpoint(
@@ -47,3 +58,32 @@ def find_checkpoint(
             "keys, or continue all the same with --accept-changes"
         )
     return checkpoint
+
+
+def check_state(
+    checkpoint: Checkpoint, *, features: str, packs_per_step: int, accept_changes: bool
+) -> None:
+    """Raises ResumeError when a run with these features and packs a step cannot go on from it."""
+    state = checkpoint.state
+    if state["features"] != features:
+        raise ResumeError(
+            f"{checkpoint.path} was trained on other data, another target or other taps (files "
+            "behind the same names may have changed); start a new run"
+        )
+    if state["packs_per_step"] != packs_per_step and not accept_changes:
+        raise ResumeError(
+            f"{checkpoint.path} was trained with {state['packs_per_step']} packs a step, these "
+            f"workers take {packs_per_step}; set train.packs_per_step={state['packs_per_step']}, or "
+            "continue all the same with --accept-changes"
+        )
+
+
+def share_state(nodes: Nodes, steps: Sequence[TrainStep]) -> None:
+    """Gives machine 0's first drafter's state to every drafter of every machine."""
+    lead = steps[0]
+    fixed = (lead.drafter.feature_scale, lead.optimizer.step_count, lead.optimizer.working)
+    for tensor in (*lead.optimizer.buffers().values(), *fixed):
+        nodes.broadcast(tensor)
+    for other in steps[1:]:
+        other.drafter.feature_scale.copy_(lead.drafter.feature_scale)
+        other.optimizer.copy_from(lead.optimizer)

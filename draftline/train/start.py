@@ -1,41 +1,78 @@
-"""What a run starts from: its feature source and its first drafter."""
+"""What a run starts from: its feature workers and its first drafter."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from draftline.choices import Choices
 from draftline.config import Config
+from draftline.data.batches import BatchTable, check_table, derive_table
+from draftline.data.tokens import Sample
 from draftline.model.drafter import Drafter
 from draftline.model.init import init_drafter, measure_feature_scale
-from draftline.train.features import FeatureSource
+from draftline.model.target import Target
+from draftline.train.features import CachedFeatures, FeatureCache, FeatureWorker, measure
+from draftline.train.forwards import TargetForwards
 from draftline.train.inputs import Inputs
 
 # Conversations on which the feature scale is measured.
 _SCALE_SAMPLES = 32
 
 
-def feature_source(config: Config, inputs: Inputs) -> FeatureSource:
-    """The source of features that `config` asks for, not yet filled."""
-    return FeatureSource(
-        inputs.target,
-        last_hidden=config.loss.soft_labels > 0,
+def batch_table(config: Config, samples: Sequence[Sample]) -> BatchTable:
+    """The shapes of the target's forwards: the user's, or those that fit the samples."""
+    lengths = [len(s.input_ids) for s in samples]
+    if config.target.batches is not None:
+        return check_table(config.target.batches, max(lengths), config.token_budget)
+    return derive_table(
+        lengths,
         batch_tokens=config.token_budget,
-        most=config.max_batch_size,
+        most_rows=config.max_batch_size,
+        pack_members_hint=config.max_batch_size,
+    )
+
+
+def feature_worker(
+    config: Config,
+    inputs: Inputs,
+    target: Target | None,
+    cache: FeatureCache | None,
+    device: torch.device,
+    choices: Choices,
+) -> TargetForwards | CachedFeatures:
+    """One worker's features on `device`: out of `cache` where there is one, else from `target`."""
+    if cache is not None:
+        return CachedFeatures(cache, device, token_budget=config.token_budget)
+    assert target is not None, "without a cache a worker needs a target"
+    assert target.device == device, f"the target is on {target.device}, the worker on {device}"
+    return TargetForwards(
+        target,
+        batch_table(config, inputs.samples),
+        last_hidden=config.loss.soft_labels > 0,
+        token_budget=config.token_budget,
+        capture=config.target.capture,
+        choices=choices,
     )
 
 
 def first_drafter(
-    config: Config, inputs: Inputs, source: FeatureSource, choices: Choices
+    config: Config, inputs: Inputs, target: Target, worker: FeatureWorker, choices: Choices
 ) -> Drafter:
-    """The drafter that a run of `config` starts from: float32, feature scale measured."""
+    """The drafter that a run of `config` starts from: float32 on the target's device, its feature
+    scale measured on what `worker` gives."""
     drafter = init_drafter(
         inputs.shape,
-        inputs.target,
+        target,
         init=config.drafter.init,
         seed=config.run.seed,
         choices=choices,
     )
     if config.drafter.feature_scale:
-        spread = inputs.samples[:: max(1, len(inputs.samples) // _SCALE_SAMPLES)]
-        features = source.measure(spread[:_SCALE_SAMPLES])
+        every = max(1, len(inputs.samples) // _SCALE_SAMPLES)
+        members = range(0, len(inputs.samples), every)[:_SCALE_SAMPLES]
+        width = len(target.taps) * target.hidden_size
+        features = measure(worker, inputs.samples, members, width)
         drafter.feature_scale.copy_(measure_feature_scale(features))
     return drafter

@@ -1,152 +1,190 @@
-"""One optimizer step on one pack: anchors, blocks, masks, forward, loss, backward, update.
+"""One optimizer step of one drafter: anchors, blocks, masks, forward, loss, backward, update.
 
-Shapes are fixed by the configuration, nothing is read back to the host, and metrics accumulate on
-the device.
+Shapes are fixed by the configuration, inputs are staged into fixed buffers, nothing is read back to
+the host, and metrics accumulate on the device; on CUDA the whole is two captured graphs, with room
+between them for a reduction over drafters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftline.data.packing import PackArrays
 from draftline.model.anchors import Anchors, build_blocks, sample_anchors
-from draftline.model.drafter import Drafter, Mask
-from draftline.model.losses import LossResult, LossSpec, build_chunk_loss, head_loss
+from draftline.model.drafter import Drafter, Mask, Rope
+from draftline.model.head import TargetEnds
+from draftline.model.losses import (
+    LossKernels,
+    LossResult,
+    LossSpec,
+    build_loss_kernels,
+    head_loss,
+)
 from draftline.model.masks import block_mask, dense_mask
-from draftline.model.target import Target
 from draftline.runtime.compiled import CompileGate
-from draftline.runtime.devices import upload
-from draftline.train.optim import MasterAdamW
+from draftline.runtime.graphs import FixedInputs, GraphPool, Replayed
+from draftline.train.optim import MasterAdamW, MixedUpdate, OptimizerSpec, build_mixed_update
+from draftline.train.pack_tensors import PackTensors
+from draftline.train.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
-class PackTensors:
-    """A pack on the device: `[tokens]` tensors as in PackArrays, and its features
-    `[tokens, taps * hidden]` with the target's last hidden states `[tokens, hidden]` or None."""
+class StepSpec:
+    """What all drafters of a run have in common. `noise` is the deviation of Gaussian feature
+    noise; `seed` and a pack's number give the pack's anchors and noise; `gather` is that of
+    MasterAdamW, for several packs a step."""
 
-    input_ids: Tensor
-    loss_mask: Tensor
-    anchor_mask: Tensor
-    conversation: Tensor
-    position: Tensor
-    start: Tensor
-    features: Tensor
-    last_hidden: Tensor | None
-
-    @staticmethod
-    def move(arrays: PackArrays, device: torch.device) -> dict[str, Tensor]:
-        """The integer tensors of a pack on `device`."""
-        return {f.name: upload(getattr(arrays, f.name), device) for f in fields(PackArrays)}
+    loss: LossSpec
+    optimizer: OptimizerSpec
+    max_anchors: int
+    token_budget: int
+    noise: float
+    seed: int
+    gather: bool
 
 
-class Totals:
-    """Sums of a stretch of steps, float64 on the device, read through pinned memory.
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """The functions of one device that are compiled; its drafters share them."""
 
-    `begin_read` queues the copy and clears the sums; `finish_read`, one step later, waits for the
-    copy only.
-    """
+    ends: TargetEnds
+    draft_id: Tensor
+    forward: Callable[..., Tensor]
+    loss: LossKernels
+    mixed_update: MixedUpdate
 
-    _SCALARS = ("steps", "loss", "accepted", "blocks", "anchors", "norm", "bad_steps")
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        self._slots = block_size - 1
-        size = len(self._SCALARS) + 2 * self._slots
-        self._vector = torch.zeros(size, dtype=torch.float64, device=device)
-        cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=cuda)
-        self._copied = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+def compile_kernels(
+    gate: CompileGate, ends: TargetEnds, token_ids: Tensor | None, spec: StepSpec
+) -> StepKernels:
+    """The kernels of the device that `ends` lie on, over the draft vocabulary where there is one."""
+    device, rows = ends.device, ends.vocab_size
+    draft_id = torch.arange(rows, device=device)
+    drafted = ends
+    if token_ids is not None:
+        ids = token_ids.to(device)
+        drafted = TargetEnds(ends.embedding, ends.embed_scale, ends.head.restricted(ids))
+        draft_id = torch.full((rows,), -1, device=device)
+        draft_id[ids] = torch.arange(len(ids), device=device)
 
-    def add(self, result: LossResult, anchors: Tensor, norm: Tensor) -> None:
-        loss = result.loss.detach()
-        good = torch.isfinite(loss) & torch.isfinite(norm)
-        scalars = [
-            torch.ones_like(loss),
-            loss,
-            result.accepted,
-            result.blocks,
-            anchors,
-            norm,
-            ~good,
-        ]
-        self._vector += torch.cat(
-            [torch.stack([s.double() for s in scalars]), result.slot_correct, result.slot_total]
-        )
+    def forward(
+        drafter: Drafter,
+        features: Tensor,
+        block: Tensor,
+        context_rope: Rope,
+        block_rope: Rope,
+        full_mask: Mask,
+        sliding_mask: Mask | None,
+    ) -> Tensor:
+        return drafter.states(features, block, context_rope, block_rope, full_mask, sliding_mask)
 
-    def begin_read(self) -> None:
-        self._host.copy_(self._vector, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-        self._vector.zero_()
-
-    def finish_read(self) -> dict[str, float | list[float]]:
-        """Means over the steps of the last `begin_read`. Rates keep their denominators:
-        accept_length_forced is `1 + accepted / blocks`, on the data's own tokens."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        values = self._host.tolist()
-        count = len(self._SCALARS)
-        sums = dict(zip(self._SCALARS, values[:count], strict=True))
-        correct, total = values[count : count + self._slots], values[count + self._slots :]
-        steps, blocks = max(sums["steps"], 1.0), sums["blocks"]
-        nan = float("nan")
-        return {
-            "loss": sums["loss"] / steps,
-            "accept_length_forced": 1 + sums["accepted"] / blocks if blocks else nan,
-            "accepted": sums["accepted"],
-            "blocks": blocks,
-            "anchors": sums["anchors"] / steps,
-            "grad_norm": sums["norm"] / steps,
-            "bad_steps": sums["bad_steps"],
-            "slot_accuracy": [c / t if t else nan for c, t in zip(correct, total, strict=True)],
-        }
+    passes = build_loss_kernels(spec.loss, drafted.head)
+    return StepKernels(
+        ends=drafted,
+        draft_id=draft_id,
+        forward=gate.compile(forward, "drafter", device),
+        loss=LossKernels(
+            score=gate.compile(passes.score, "loss", device),
+            into_gradient=gate.compile(passes.into_gradient, "loss_gradient", device),
+        ),
+        mixed_update=gate.compile(build_mixed_update(spec.optimizer), "update", device),
+    )
 
 
 class TrainStep:
-    """The step of one drafter on one device."""
+    """The step of one drafter on one device: `stage`, `gradients` a pack, then `update`."""
 
     def __init__(
         self,
         drafter: Drafter,
-        optimizer: MasterAdamW,
-        target: Target,
-        gate: CompileGate,
+        kernels: StepKernels,
+        spec: StepSpec,
         *,
-        loss: LossSpec,
-        max_anchors: int,
-        token_ids: Tensor | None,
-        noise: float,
-        generator: torch.Generator,
+        working_dtype: torch.dtype,
+        width: int,
+        pool: GraphPool | None = None,
     ) -> None:
+        """`drafter` holds float32 weights on the kernels' device; `width` is that of the features."""
+        device = kernels.ends.device
         self.drafter = drafter
-        self.optimizer = optimizer
-        self.totals = Totals(drafter.shape.block_size, target.device)
-        self._target = target
-        self._spec = loss
-        self._max_anchors = max_anchors
-        self._noise = noise
-        self._generator = generator
-        self._fused = target.device.type == "cuda"
-        self._forward = gate.compile(drafter.forward, "drafter")
-        self._head = target.head if token_ids is None else target.head.restricted(token_ids)
-        self._chunk_loss = gate.compile(build_chunk_loss(loss, self._head), "head")
-        rows = target.vocab_size
-        self._draft_id = torch.arange(rows, device=target.device)
-        if token_ids is not None:
-            self._draft_id = torch.full((rows,), -1, device=target.device)
-            self._draft_id[token_ids] = torch.arange(len(token_ids), device=target.device)
+        self.device = device
+        self.optimizer = MasterAdamW(
+            drafter,
+            spec.optimizer,
+            working_dtype=working_dtype,
+            gather=spec.gather,
+            mixed_update=kernels.mixed_update,
+        )
+        self.totals = Totals(drafter.shape.block_size, device)
+        self._kernels = kernels
+        self._spec = spec
+        self._taps_width = drafter.shape.num_taps * drafter.shape.hidden_size
+        self._fused = device.type == "cuda"
+        self._generator = torch.Generator(device)
+        self.width, self.dtype = width, kernels.ends.dtype
+        self.inputs = PackTensors.empty(spec.token_budget, width, self.dtype, device)
+        self._fixed = FixedInputs(self.inputs.tensors())
+        generators = (self._generator,) if self._fused else ()
+        self._gradients = Replayed(self._run_gradients, device, pool=pool, generators=generators)
+        self._update = Replayed(self._run_update, device, pool=pool)
+
+    def __call__(self, pack: PackTensors, number: int) -> None:
+        """A whole step on one pack."""
+        self.stage(pack.tensors())
+        self.gradients(number)
+        self.update()
+
+    def stage(self, pack: Mapping[str, Tensor]) -> None:
+        """Queues the copy of a pack into the step's own buffers; raises RunError for other shapes."""
+        self._fixed.copy(pack)
+
+    def gradients(self, number: int) -> None:
+        """Adds the gradients of the staged pack, whose anchors and noise follow from `number`."""
+        self._generator.manual_seed(_mixed(self._spec.seed, number))
+        self._gradients()
+
+    def update(self) -> None:
+        """Updates the weights with the gradients that were added, or reduced, since the last one."""
+        self._update()
+
+    def compile(self) -> None:
+        """Runs forward, backward and update once, so that each is compiled; changes no state."""
+        self.optimizer.enable(False)
+        self._run_gradients()
+        self._run_update()
+        self._forget()
+
+    def capture(self) -> None:
+        """Captures both graphs on CUDA; changes no state."""
+        self.optimizer.enable(False)
+        self._gradients.warm()
+        self._update.warm()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.optimizer.enable(True)
+        self.totals.clear()
+
+    @property
+    def captured(self) -> bool:
+        return self._gradients.captured and self._update.captured
 
     def sample(self, pack: PackTensors) -> Anchors:
-        """The anchors of one step, from the step's generator."""
+        """The anchors of one pack, from the step's generator."""
         return sample_anchors(
-            pack.anchor_mask, pack.conversation, pack.start, self._max_anchors, self._generator
+            pack.anchor_mask,
+            pack.conversation,
+            pack.start,
+            self._spec.max_anchors,
+            self._generator,
         )
 
     def loss(self, pack: PackTensors, anchors: Anchors) -> LossResult:
         """Forward and loss at given anchors; the result's loss has a gradient."""
-        shape = self.drafter.shape
+        shape, ends = self.drafter.shape, self._kernels.ends
         blocks = build_blocks(
             anchors,
             pack.input_ids,
@@ -156,52 +194,57 @@ class TrainStep:
             shape.block_size,
             shape.mask_token_id,
         )
-        features = pack.features
-        if self._noise:
+        features = pack.features[:, : self._taps_width]
+        if self._spec.noise:
             noise = torch.empty_like(features).normal_(generator=self._generator)
-            features = features + self._noise * noise / self.drafter.feature_scale.to(noise.dtype)
+            scale = self._spec.noise / self.drafter.feature_scale.to(noise.dtype)
+            features = features + noise * scale
         sliding: Mask | None = None
         if shape.sliding_layers:
             sliding = self._mask(anchors, features.shape[0], shape.sliding_window)
-        hidden = self._forward(
+        hidden = self._kernels.forward(
+            self.drafter,
             features,
-            self._target.embed(blocks.inputs).flatten(0, 1),
-            pack.position,
-            blocks.positions.flatten(),
+            ends.embed(blocks.inputs).flatten(0, 1),
+            self.drafter.rope(pack.position[None], features.dtype),
+            self.drafter.rope(blocks.positions.flatten()[None], features.dtype),
             self._mask(anchors, features.shape[0], None),
             sliding,
         )
         target_hidden = None
-        if pack.last_hidden is not None:
+        if pack.features.shape[1] > self._taps_width:
             # The prediction of slot j is made at the position before it.
-            target_hidden = pack.last_hidden[blocks.index[:, :-1]]
-        labels = self._draft_id[blocks.labels]
+            target_hidden = pack.features[:, self._taps_width :][blocks.index[:, :-1]]
+        labels = self._kernels.draft_id[blocks.labels]
         return head_loss(
             hidden.view(*blocks.labels.shape, -1),
             target_hidden,
-            self._head,
+            ends.head,
             labels.clamp_min(0),
             labels >= 0,
             blocks.supervised,
-            self._spec,
-            self._chunk_loss,
+            self._spec.loss,
+            self._kernels.loss,
         )
 
-    def warm(self, pack: PackTensors) -> None:
-        """Runs forward and backward once, so that both are compiled; changes no state."""
-        state = self._generator.get_state()
-        self.loss(pack, self.sample(pack)).loss.backward()  # type: ignore[no-untyped-call]
-        self.drafter.zero_grad(set_to_none=True)
-        self._generator.set_state(state)
+    def _run_gradients(self) -> None:
+        anchors = self.sample(self.inputs)
+        result = self.loss(self.inputs, anchors)
+        gradients = torch.autograd.grad(result.loss, self.optimizer.parameters)
+        self.optimizer.add(gradients)
+        self.totals.add_pack(result, anchors.keep.sum())
 
-    def __call__(self, pack: PackTensors) -> None:
-        """Trains on one pack."""
-        anchors = self.sample(pack)
-        result = self.loss(pack, anchors)
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        norm = self.optimizer.update()
-        self.totals.add(result, anchors.keep.sum(), norm)
+    def _run_update(self) -> None:
+        self.totals.add_step(self.optimizer.update())
 
     def _mask(self, anchors: Anchors, context: int, window: int | None) -> Mask:
         build = block_mask if self._fused else dense_mask
         return build(anchors, context, self.drafter.shape.block_size, window)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """One seed for each run and pack; neighbouring numbers share no stream (splitmix64)."""
+    value = (seed * 0x9E3779B97F4A7C15 + number + 1) & (2**64 - 1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & (2**64 - 1)
+    return (value ^ (value >> 31)) >> 1

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftline.choices import Choices
 from draftline.model.anchors import Anchors
 from draftline.model.attention import dense_attention
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.kv_cache import StaticKV
 from draftline.model.masks import dense_mask, draft_masks
+from draftline.runtime.compiled import CompileGate
 from tests.tiny import build_drafter
 
 LENGTHS = (9, 14, 6)
@@ -135,6 +138,44 @@ def test_a_block_depends_on_features_before_its_anchor_only(
             # Context keys do not pass through layers, so depth does not widen the window.
             first = max(start, anchor + 1 - window)
         assert reached == list(range(first, anchor))
+
+
+@pytest.mark.parametrize(("layers", "window"), SLIDING[:3])
+def test_the_compiled_forward_is_the_plain_one(layers: int, window: int | None) -> None:
+    """Rotations are handed over and part of the MLP is computed again in the backward pass."""
+    packed, drafter = build(layers, window)
+    drafter.requires_grad_(True)
+    parameters = list(drafter.parameters())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def states(drafter: Drafter, *arguments: Any) -> Tensor:
+        return drafter.states(*arguments)
+
+    anchors, offset = packed.anchors, torch.arange(4)
+    positions = (packed.position[anchors.position][:, None] + offset).flatten()
+    arguments = (
+        packed.features,
+        packed.blocks.flatten(0, 1),
+        drafter.rope(packed.position[None], torch.float32),
+        drafter.rope(positions[None], torch.float32),
+        dense_mask(anchors, len(packed.position), 4),
+        dense_mask(anchors, len(packed.position), 4, window) if layers else None,
+    )
+    with CompileGate(Choices(), backend=backend, device_types=("cpu",)) as gate:
+        compiled = gate.compile(states, "drafter", torch.device("cpu"))
+        mine = compiled(drafter, *arguments)
+        gradients = torch.autograd.grad(mine.square().sum(), parameters)
+    assert len(graphs) == 1
+    assert "checkpoint" in graphs[0].print_readable(print_output=False)
+    theirs = packed.forward(drafter)
+    torch.testing.assert_close(mine.view(theirs.shape), theirs)
+    wanted = torch.autograd.grad(theirs.square().sum(), parameters)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-4)
 
 
 def test_later_and_foreign_features_change_nothing_at_all() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from draftline.model.head import Head
-from draftline.model.losses import LossResult, LossSpec, build_chunk_loss, head_loss
+from draftline.model.losses import (
+    LossKernels,
+    LossResult,
+    LossSpec,
+    build_loss_kernels,
+    head_loss,
+)
 
 BLOCKS, SLOTS, HIDDEN, VOCAB = 7, 5, 12, 23
 
@@ -40,7 +45,7 @@ class Case:
         slot = torch.arange(SLOTS)
         self.supervised = (slot >= 1) & (slot <= lengths[:, None])
 
-    def run(self, spec: LossSpec, hidden: Tensor, chunk: Any = None) -> LossResult:
+    def run(self, spec: LossSpec, hidden: Tensor, kernels: LossKernels | None = None) -> LossResult:
         return head_loss(
             hidden,
             self.target_hidden if spec.soft_labels else None,
@@ -49,7 +54,7 @@ class Case:
             self.known,
             self.supervised,
             spec,
-            chunk or build_chunk_loss(spec, self.head),
+            kernels or build_loss_kernels(spec, self.head),
         )
 
     def reference(self, spec: LossSpec, hidden: Tensor) -> Tensor:
@@ -156,24 +161,142 @@ def test_statistics_are_those_of_a_loop() -> None:
             assert int(result.blocks) == blocks
 
 
-@pytest.mark.parametrize(("chunk_rows", "most"), [(1, 4), (4, 4), (9, 8), (12, 12), (10_000, 28)])
-def test_only_a_chunk_of_logits_ever_exists(
-    chunk_rows: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[int] = []
-    plain = Head.logits
+class Watched:
+    """Kernels that note the logits they are given and what becomes of them."""
 
-    def counted(head: Head, states: Tensor) -> Tensor:
-        rows.append(states.shape[:-1].numel())
-        return plain(head, states)
+    def __init__(self, spec: LossSpec, head: Head) -> None:
+        self.plain = build_loss_kernels(spec, head)
+        self.scored: list[Tensor] = []
+        self.replaced: list[Tensor] = []
 
+    def score(self, raw: Tensor, target_raw: Tensor | None, *rest: Tensor) -> tuple[Tensor, ...]:
+        before = raw.clone()
+        result = self.plain.score(raw, target_raw, *rest)
+        assert torch.equal(raw, before), "scoring only reads"
+        self.scored.append(raw)
+        return result
+
+    def into_gradient(self, raw: Tensor, target_raw: Tensor | None, *rest: Tensor) -> None:
+        hint = None if target_raw is None else target_raw.clone()
+        self.plain.into_gradient(raw, target_raw, *rest)
+        assert target_raw is None or torch.equal(target_raw, hint)  # type: ignore[arg-type]
+        self.replaced.append(raw)
+
+    def kernels(self) -> LossKernels:
+        return LossKernels(self.score, self.into_gradient)
+
+
+@pytest.mark.parametrize(
+    ("chunk_rows", "blocks"),
+    [(1, [1] * 7), (4, [1] * 7), (9, [2, 2, 2, 1]), (16, [4, 3]), (10_000, [7])],
+)
+def test_only_a_chunk_of_logits_ever_exists(chunk_rows: int, blocks: list[int]) -> None:
+    """Chunks of whole blocks and of one size, but for the last."""
     case = Case(unknown=False, multiplier=1.0, softcap=None)
-    monkeypatch.setattr(Head, "logits", counted)
+    spec = LossSpec("dpace", 2.0, 0.5, 0.5, chunk_rows)
+    watched = Watched(spec, case.head)
     hidden = case.hidden.clone().requires_grad_()
-    case.run(LossSpec("dpace", 2.0, 0.5, 0.5, chunk_rows), hidden).loss.backward()
-    # The drafter's and the target's logits of a chunk, each once; the backward computes none.
-    assert max(rows) == most
-    assert sum(rows) == 2 * BLOCKS * (SLOTS - 1)
+    loss = case.run(spec, hidden, watched.kernels()).loss
+    assert [tuple(raw.shape) for raw in watched.scored] == [(n, SLOTS - 1, VOCAB) for n in blocks]
+    # The gradient takes the logits' place, so there is one buffer a chunk.
+    assert all(a is b for a, b in zip(watched.scored, watched.replaced, strict=True))
+    loss.backward()
+    assert len(watched.scored) == len(blocks), "the backward computes no logits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_replaces_the_logits_in_their_own_dtype(dtype: torch.dtype) -> None:
+    """One chunk, the kernels alone, against autograd with respect to the raw products."""
+    for soft, softcap, multiplier in product((0.0, 0.7), (None, 3.0), (1.0, 0.6)):
+        case = Case(unknown=True, multiplier=multiplier, softcap=softcap)
+        spec = LossSpec("dpace", 2.5, 0.3, soft, 1)
+        kernels = build_loss_kernels(spec, case.head)
+        raw = (case.hidden[:, 1:] @ case.head.weight.t()).to(dtype)
+        target_raw = (case.target_hidden @ case.head.weight.t()).to(dtype) if soft else None
+        labels, known = case.labels[:, 1:], case.known[:, 1:]
+        exact = raw.double().requires_grad_()
+        loss, weight, _, *rest = kernels.score(
+            raw, target_raw, labels, known, case.supervised[:, 1:]
+        )
+        weights, share = rest[1].double(), rest[2].double()
+
+        def log_probs(product: Tensor, case: Case = case) -> Tensor:
+            logits = product * case.head.multiplier
+            cap = case.head.softcap
+            capped = logits if cap is None else torch.tanh(logits / cap) * cap
+            return torch.log_softmax(capped, -1)
+
+        mine = log_probs(exact)
+        slots = -share * mine.gather(-1, labels[..., None])[..., 0]
+        if target_raw is not None:
+            wanted = log_probs(target_raw.double())
+            slots = slots + (1 - share) * (wanted.exp() * (wanted - mine)).sum(-1)
+        total = (weights * slots).sum()
+        total.backward()
+        torch.testing.assert_close(loss.double(), total.detach(), rtol=1e-5, atol=1e-6)
+        assert float(weight) == pytest.approx(float(weights.sum()))
+        pointer = raw.data_ptr()
+        kernels.into_gradient(raw, target_raw, labels, *rest)
+        assert (raw.data_ptr(), raw.dtype) == (pointer, dtype)
+        assert exact.grad is not None
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(raw.double(), exact.grad, rtol=tolerance, atol=1e-6)
+
+
+def test_of_equal_logits_the_first_is_chosen() -> None:
+    """bfloat16 logits often tie; `torch.argmax` is what decoding asks, and takes the first."""
+    rows = torch.eye(6)[[0, 1, 1, 2, 2, 2]]
+    head = Head(rows)
+    hidden = torch.randint(0, 2, (40, 4, 6), generator=torch.Generator().manual_seed(0)).float()
+    choice = head.logits(hidden).argmax(-1)
+    supervised = torch.ones(40, 4, dtype=torch.bool)
+    supervised[:, 0] = False
+    spec = LossSpec("decay", 2.0, 0.5, 0.0, 9)
+    ties = 0
+    for label in range(6):
+        labels = torch.full((40, 4), label)
+        result = head_loss(
+            hidden,
+            None,
+            head,
+            labels,
+            torch.ones_like(supervised),
+            supervised,
+            spec,
+            build_loss_kernels(spec, head),
+        )
+        assert result.slot_correct.tolist() == (choice[:, 1:] == label).sum(0).tolist()
+        largest = head.logits(hidden)[:, 1:] == head.logits(hidden)[:, 1:].amax(-1, keepdim=True)
+        ties += int((largest[..., label] & (choice[:, 1:] != label)).sum())
+    assert ties > 50
+
+
+def test_a_draft_vocabulary_is_a_smaller_problem_of_its_own() -> None:
+    """Labels are rows of the restricted head; unknown ones teach through the hint only."""
+    ids = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19])
+    full = Case(unknown=False, multiplier=0.6, softcap=3.0)
+    place = torch.full((VOCAB,), -1)
+    place[ids] = torch.arange(len(ids))
+    known = place[full.labels] >= 0
+    assert 0 < int(known.sum()) < known.numel()
+    full.head, full.labels, full.known = (
+        full.head.restricted(ids),
+        place[full.labels].clamp_min(0),
+        known,
+    )
+    for kind, soft in product(("decay", "dpace"), (0.0, 0.7)):
+        spec = LossSpec(kind, 2.5, 0.3, soft, 9)
+        exact = full.hidden.double().requires_grad_()
+        wanted = full.reference(spec, exact)
+        wanted.backward()
+        hidden = full.hidden.clone().requires_grad_()
+        result = full.run(spec, hidden)
+        result.loss.backward()
+        torch.testing.assert_close(result.loss.double(), wanted.detach(), rtol=2e-5, atol=1e-6)
+        assert hidden.grad is not None
+        assert exact.grad is not None
+        torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+        assert int(result.slot_correct.sum()) <= int((known & full.supervised).sum())
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])

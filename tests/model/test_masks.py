@@ -164,3 +164,49 @@ def test_no_tile_is_visited_in_vain(block: int) -> None:
         whole = tile_grid(dense, True).all(3).all(1)
         whole[:, context // TILE :] = False
         assert torch.equal(full, whole)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 129])
+@pytest.mark.parametrize("block", [4, 7, 16])
+def test_anchors_at_position_zero_and_slots_that_hold_none(block: int, window: int | None) -> None:
+    """Slots without an anchor point at position 0, where a real anchor may stand too."""
+    keeps = [
+        [True, False, False],  # a kept one at 0, and empty slots that look the same
+        [True, True, True],
+        [False, False, False],
+        [True] + 40 * [False],  # whole tiles of empty slots
+        40 * [True] + [False],
+    ]
+    for kept in keeps:
+        keep = torch.tensor(kept)
+        order = torch.arange(len(kept))
+        for start in (0, 3):
+            # In one conversation from 0; or the second begins at 3, and its first token is an anchor.
+            position = torch.where(keep, torch.where(order == 0, 0, 3 * order), 0)
+            begin = torch.where(position >= start, start, 0)
+            anchors = Anchors(position, torch.where(keep, begin, 0), keep)
+            context = 3 * len(kept) + 2
+            seen = dense_mask(anchors, context, block, window)[0, 0]
+            assert torch.equal(seen, rule(anchors, context, block, window))
+            assert not seen.view(len(kept), block, -1)[~keep].any()
+            if bool(keep[0]):
+                assert not seen[:block, :context].any(), "there is nothing before position 0"
+                assert bool(seen[:block, context : context + block].any(1).all())
+            partial, full = check(anchors, context, block, window)
+            # Tiles of nothing but empty slots cost nothing.
+            busy = tile_grid(seen, False).any(3).any(1).any(1)
+            assert torch.equal((partial | full).any(1), busy)
+
+
+@pytest.mark.parametrize("window", [None, 3, 200])
+def test_anchors_that_are_not_kept_may_stand_anywhere(window: int | None) -> None:
+    """The mask asks `keep`, not the position that an empty slot happens to have."""
+    random = np.random.default_rng(5)
+    for turn in range(6):
+        context, count = 300, 30
+        anchors = build_anchors(random, context, count, 4, count)
+        keep = torch.from_numpy(random.random(count) < (0.5 if turn else 0.02))
+        anchors = Anchors(anchors.position, anchors.start, keep)
+        seen = dense_mask(anchors, context, 8, window)[0, 0]
+        assert torch.equal(seen, rule(anchors, context, 8, window))
+        check(anchors, context, 8, window)

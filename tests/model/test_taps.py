@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from draftline.errors import TargetError
-from draftline.model.taps import check_features, check_taps, choose_taps
+from draftline.model.taps import check_taps, choose_taps
 
 
 @pytest.mark.parametrize(
@@ -71,27 +70,3 @@ def test_explicit_taps_are_kept() -> None:
 def test_taps_that_cannot_be_read_are_refused_with_the_reason(taps: list[int], reason: str) -> None:
     with pytest.raises(TargetError, match=rf"target.tap_layers.*{reason}"):
         check_taps(taps, 8)
-
-
-def test_features_of_the_right_shape_pass_as_they_are() -> None:
-    features = torch.zeros(7, 3 * 16)
-    assert check_features(features, 3, 16) is features
-
-
-@pytest.mark.parametrize(
-    ("shape", "hint"),
-    [
-        ((1, 7, 3, 16), "the taps stand on an axis of their own"),
-        ((7, 3, 16), "flatten the last two axes"),
-        ((1, 7, 48), "drop the batch axis"),
-        ((7, 16), "concatenated in id order"),
-        ((48,), "one row a token"),
-    ],
-)
-def test_a_wrong_shape_shows_both_shapes_and_what_to_do(shape: tuple[int, ...], hint: str) -> None:
-    with pytest.raises(TargetError) as caught:
-        check_features(torch.zeros(shape), 3, 16)
-    message = str(caught.value)
-    assert str(list(shape)) in message
-    assert "[tokens, 48]" in message
-    assert hint in message

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
-from draftline.model.head import Head
 from draftline.model.kv_cache import StaticKV
 from draftline.model.target import Target, load_target
 
@@ -50,7 +51,7 @@ DECODABLE: dict[str, dict[str, Any]] = {
 
 def load(path: Path, **options: Any) -> Target:
     taps = {} if "num_taps" in options else {"taps": TAPS}
-    return load_target(str(path), device=CPU, **taps | options)
+    return load_target(str(path), **{"device": CPU} | taps | options)
 
 
 def random_ids(*shape: int, seed: int = 1) -> Tensor:
@@ -166,14 +167,6 @@ def test_a_cap_is_taken_where_it_is_applied(family: str, cap: float) -> None:
     assert target.head.multiplier == 1.0
 
 
-def test_the_head_caps_after_multiplying_and_restricts_in_the_given_order() -> None:
-    hidden = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    head = Head(torch.eye(4) * 3, multiplier=2.0, softcap=5.0)
-    assert_close(head.logits(hidden), 5 * torch.tanh(hidden * 6 / 5))
-    part = head.restricted(torch.tensor([3, 1]))
-    assert torch.equal(part.logits(hidden), head.logits(hidden)[:, [3, 1]])
-
-
 def test_a_multimodal_config_is_read_through_its_text_config(
     loaded: Callable[[str], Target],
 ) -> None:
@@ -247,6 +240,142 @@ def test_nothing_of_a_target_can_be_trained(loaded: Callable[[str], Target]) -> 
     assert not any(p.requires_grad for p in target.parameters())
     assert len({id(p) for p in target.parameters()}) == len(target.parameters())
     assert not target.embed(random_ids(1, 2)).requires_grad
+
+
+# Replicas, ends, and targets that span devices
+
+
+def tensors(target: Target) -> list[Tensor]:
+    return [*target._model.parameters(), *target._model.buffers()]
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_replica_shares_weights_and_nothing_else(family: str, target_dir: Build) -> None:
+    target = load(target_dir(family))
+    target.stop_ids = (9,)
+    twin = target.replica(CPU)
+    mine = {t.data_ptr() for t in tensors(target)}
+    assert mine == {t.data_ptr() for t in tensors(twin)}
+    modules = set(map(id, target._model.modules()))
+    assert not modules & set(map(id, twin._model.modules()))
+    assert twin.head.weight is target.head.weight
+    # Either alone is right although the other one ran in between, and neither keeps anything.
+    ids, others = random_ids(2, 20), random_ids(1, 7, seed=2)
+    for last_hidden in (False, True):
+        wanted = target.features(ids, last_hidden=last_hidden)
+        twin.features(others)
+        seen = twin.features(ids, last_hidden=last_hidden)
+        for a, b in zip(wanted, seen, strict=True):
+            assert a is b is None or torch.equal(a, b)  # type: ignore[arg-type]
+        assert target._tapped == twin._tapped == {}
+    assert (twin.taps, twin.stop_ids, twin.tokenizer) == (target.taps, (9,), target.tokenizer)
+    assert (twin.embed_scale, twin.head.softcap) == (target.embed_scale, target.head.softcap)
+    again = twin.replica(CPU)
+    assert_close(again.features(ids)[0], target.features(ids)[0])
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_replica_elsewhere_holds_every_tensor_once(family: str, target_dir: Build) -> None:
+    target = load(target_dir(family))
+    twin = target.replica(torch.device("meta"))
+    assert twin.device.type == twin.head.weight.device.type == "meta"
+    assert {t.device.type for t in tensors(twin)} == {"meta"}
+    left = [
+        name
+        for module in twin._model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.device.type != "meta"
+    ]
+    assert left == []
+    assert len(tensors(twin)) == len(tensors(target))
+    tied = target.head.weight is target.embedding
+    assert (twin.head.weight is twin.embedding) == tied
+    assert {t.device.type for t in tensors(target)} == {"cpu"}
+    if family != "deepseek_v3":  # torch has no grouped float32 product for shapes alone
+        assert twin.features(random_ids(1, 3).to("meta"))[0].shape == (1, 3, 3 * 32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_with_vision", "qwen3_5", "deepseek_v3"])
+def test_replicas_run_in_two_threads_at_once(family: str, target_dir: Build) -> None:
+    target = load(target_dir(family))
+    twins = (target, target.replica(CPU))
+    inputs = [[random_ids(2, 16, seed=10 * w + i) for i in range(6)] for w in range(2)]
+    wanted = [[target.features(ids, last_hidden=True) for ids in own] for own in inputs]
+    together = threading.Barrier(2, timeout=60)
+
+    def work(worker: int) -> list[tuple[Tensor, Tensor | None]]:
+        seen = []
+        for ids in inputs[worker]:
+            together.wait()
+            seen.append(twins[worker].features(ids, last_hidden=True))
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    for mine, theirs in zip(wanted, found, strict=True):
+        for (taps, last), (seen, seen_last) in zip(mine, theirs, strict=True):
+            assert_close(seen, taps)
+            assert last is not None
+            assert seen_last is not None
+            assert_close(seen_last, last)
+
+
+def test_ends_are_the_targets_own_memory(loaded: Callable[[str], Target]) -> None:
+    for family in ("llama", "gemma3"):
+        target = loaded(family)
+        ends = target.ends(CPU)
+        assert ends.embedding.data_ptr() == target.embedding.data_ptr()
+        assert ends.head.weight.data_ptr() == target.head.weight.data_ptr()
+        assert torch.equal(ends.embed(random_ids(1, 5)), target.embed(random_ids(1, 5)))
+        assert ends.vocab_size == target.vocab_size
+        assert target.ends(torch.device("meta")).device.type == "meta"
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Two names of the one CPU: everything of a spanning target happens but the moving itself."""
+    import accelerate.hooks
+
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *_, **__: None)
+    return [torch.device("cpu", 0), torch.device("cpu", 1)]
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_target_that_spans_devices_computes_the_same(
+    family: str, target_dir: Build, two_devices: list[torch.device]
+) -> None:
+    one = load(target_dir(family))
+    target = load(target_dir(family), device=two_devices)
+    assert target.devices == tuple(two_devices)
+    assert one.devices == (CPU,)
+    # Every layer is wrapped, so its inputs follow it to its device.
+    assert all(hasattr(layer, "_hf_hook") for layer in target.layers)
+    ids = random_ids(2, 20)
+    for last_hidden in (False, True):
+        wanted, last = one.features(ids, last_hidden=last_hidden)
+        seen, seen_last = target.features(ids, last_hidden=last_hidden)
+        assert torch.equal(seen, wanted)
+        assert (last is None) == (seen_last is None)
+        if last is not None and seen_last is not None:
+            assert torch.equal(seen_last, last)
+    assert (target.embed_scale, target.head.multiplier) == (one.embed_scale, one.head.multiplier)
+    layers, others, _ = count_calls(target)
+    target.features(ids)
+    assert layers == [0, 1, 2, 3]
+    assert others == []
+    # Wherever the layers are, their outputs are brought to the target's own device.
+    target.device = torch.device("meta")
+    assert target.features(ids)[0].device.type == "meta"
+
+
+def test_a_spanning_target_has_no_replica(
+    target_dir: Build, two_devices: list[torch.device]
+) -> None:
+    target = load(target_dir("llama"), device=two_devices)
+    with pytest.raises(TargetError, match=r"spans cpu:0, cpu:1 has no replica on cuda:3; load it"):
+        target.replica(torch.device("cuda", 3))
+    # One device named twice is one device.
+    assert load(target_dir("llama"), device=[CPU, CPU]).devices == (CPU,)
 
 
 # The cached forward

@@ -1,18 +1,17 @@
 """The compile gate: on a CPU it only says so; sealed, a compile is an error with a name.
 
-The gate for a GPU runs here with Dynamo's eager backend, which needs no GPU and compiles the same
-number of times.
+The gate that compiles runs here on CPU devices, with backends of Dynamo that generate no code and
+compile the same number of times. tests/runtime/test_race.py has the threads.
 """
 
 from __future__ import annotations
 
 import ast
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +21,11 @@ from torch import Tensor
 import draftline
 from draftline.choices import Choices
 from draftline.errors import CompileError
-from draftline.runtime.compiled import CompileGate
+from draftline.runtime.compiled import CompileGate, own_code
 
 PACKAGE = Path(draftline.__file__).parent
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+DEVICES = [torch.device("cpu", index) for index in range(2)]
 
 
 def scale(x: Tensor, *, by: float = 2.0) -> Tensor:
@@ -77,137 +77,323 @@ def test_a_second_place_would_be_found(text: str, tmp_path: Path) -> None:
 
 def test_on_a_cpu_the_function_stays_as_it_is_and_the_choice_is_recorded() -> None:
     choices = Choices()
-    with CompileGate(CPU, choices) as gate:
-        assert gate.compile(scale, "step") is scale
-        assert gate.compile(scale, "step") is scale
+    with CompileGate(choices) as gate:
+        assert gate.compile(scale, "step", CPU) is scale
+        assert gate.compile(scale, "step", CPU) is scale
+        assert gate.warm("step", CPU, lambda: 7) == 7
+        assert gate.warm("graph", CPU, lambda: 8, captures=True) == 8
         gate.seal()
+        assert gate.late("other", CPU, lambda: 9) == 9
         gate.check()
     [entry] = choices.entries
     assert (entry.what, entry.wanted) == ("compile step", "torch.compile")
     assert "not compiled" in entry.got
     assert "CPU" in entry.reason
     assert not entry.fallback
+    assert [row.outcome for row in gate.rows] == ["nothing to compile"] * 3
 
 
 def test_on_a_cpu_nothing_of_the_process_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     stances: list[str] = []
     monkeypatch.setattr(torch.compiler, "set_stance", stances.append)
     before = list(warnings.filters)
-    with CompileGate(CPU, Choices()) as gate:
+    with CompileGate(Choices()) as gate:
+        gate.compile(scale, "step", CPU)
         gate.seal()
+        gate.late("step", CPU, lambda: None)
+        assert list(warnings.filters) == before
     assert stances == []
-    assert list(warnings.filters) == before
 
 
-# Sealed
+# Where it compiles
 
 
-def test_a_late_compile_is_an_error_with_a_name() -> None:
-    gate = CompileGate(CPU, Choices())
-    gate._on_compile(SimpleNamespace(callback_trigger="DYNAMO"))
-    gate.seal()
-    gate.check()
-    gate._on_compile(SimpleNamespace(callback_trigger="LAZY_BACKWARD"))
-    gate._on_compile(SimpleNamespace(callback_trigger="DYNAMO"))
-    for _ in range(2):  # it does not go away by being asked
-        with pytest.raises(
-            CompileError, match=r"2 compile\(s\) after the warm-up, first: LAZY_BACKWARD"
-        ):
-            gate.check()
-    assert gate.compiles == 3
-
-
-def test_a_trigger_without_a_name_is_still_reported() -> None:
-    gate = CompileGate(CPU, Choices())
-    gate.seal()
-    gate._on_compile("autotune")
-    with pytest.raises(CompileError, match="first: autotune"):
-        gate.check()
-
-
-# A GPU's gate
-
-
-@pytest.fixture
-def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    with warnings.catch_warnings():
-        yield
-    torch.compiler.set_stance("default")
+@pytest.fixture(autouse=True)
+def clean_dynamo() -> Iterator[None]:
+    yield
+    assert torch._dynamo.eval_frame._stance.stance == "default", "the stance outlived the gate"
     torch.compiler.reset()
 
 
-@pytest.mark.usefixtures("eager_backend")
-def test_a_warmed_shape_runs_after_the_seal_and_another_does_not(
+def opened(backend: str = "eager", **given: Any) -> CompileGate:
+    return CompileGate(Choices(), backend=backend, device_types=("cpu",), **given)
+
+
+def test_each_device_compiles_once_for_itself_and_repeats_run() -> None:
+    x = torch.ones(3)
+    with opened() as gate:
+        runs = [gate.compile(scale, "step", device) for device in DEVICES]
+        for device, run in zip(DEVICES, runs, strict=True):
+            for _ in range(2):
+                assert torch.equal(gate.warm("step", device, lambda run=run: run(x, by=3.0)), x * 3)
+        assert gate.compiles == 2
+    assert [(row.name, row.device, row.outcome, row.compiles) for row in gate.rows] == [
+        ("step", "cpu:0", "compiled", 1),
+        ("step", "cpu:0", "nothing to compile", 0),
+        ("step", "cpu:1", "compiled", 1),
+        ("step", "cpu:1", "nothing to compile", 0),
+    ]
+    assert not any(row.late for row in gate.rows)
+
+
+def test_a_warm_up_counts_the_backward_and_marks_a_capture() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with opened("aot_eager") as gate:
+        run = gate.compile(scale, "step", CPU)
+        gate.warm("step", CPU, lambda: run(weight).sum().backward())
+        gate.warm("graph", CPU, lambda: None, captures=True)
+        gate.seal()
+        run(weight).sum().backward()
+        gate.check()
+    assert [(row.outcome, row.compiles) for row in gate.rows] == [("compiled", 2), ("captured", 0)]
+
+
+def test_a_warmed_shape_runs_after_the_seal_and_another_is_refused_by_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from torch._dynamo.callback import callback_handler
 
-    callbacks = list(callback_handler.start_callbacks)
-    warm, wide = torch.ones(3), torch.ones(5)
+    callbacks, filters = list(callback_handler.start_callbacks), list(warnings.filters)
+    narrow, wide = torch.ones(3), torch.ones(5)
     choices = Choices()
-    with CompileGate(GPU, choices) as gate, caplog.at_level(logging.INFO):
-        run: Any = gate.compile(scale, "step")
-        assert torch.equal(run(warm, by=3.0), warm * 3)
-        assert gate.compiles == 1
+    gate = CompileGate(choices, backend="eager", device_types=("cpu",))
+    with gate, caplog.at_level(logging.INFO):
+        run, idle = (gate.compile(scale, name, DEVICES[1]) for name in ("step", "idle"))
+        gate.warm("step", DEVICES[1], lambda: run(narrow, by=3.0))
         gate.seal()
-        assert "compiled 1 graphs" in caplog.text
-        assert torch.equal(run(warm, by=3.0), warm * 3)
-        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+        gate.seal()
+        assert torch.equal(run(narrow, by=3.0), narrow * 3)
+        with pytest.raises(
+            CompileError, match=r"step on cpu:1 .*tensor 'x' size mismatch.*expected 3, actual 5"
+        ):
             run(wide, by=3.0)
+        with pytest.raises(CompileError, match=r"idle on cpu:1 .* never called in the warm-up"):
+            idle(narrow)
+        gate.check()
+    for line in (*gate.table(), "compiled 1 graphs; sealed"):
+        assert caplog.text.count(line) == 1
+    assert "idle on cpu:1 was never called" in caplog.text
     assert choices.entries == []
     assert list(callback_handler.start_callbacks) == callbacks
-    assert torch.equal(run(wide, by=3.0), wide * 3), "the stance outlived the gate"
+    assert list(warnings.filters) == filters
+    assert torch.equal(run(wide, by=3.0), wide * 3)
 
 
-@pytest.mark.usefixtures("eager_backend")
-def test_a_graph_break_is_an_error_and_no_slow_path() -> None:
+def test_the_table_shows_who_was_never_called() -> None:
+    with opened() as gate:
+        gate.compile(scale, "step", DEVICES[0])(torch.ones(2))
+        gate.compile(scale, "head", DEVICES[1])
+        gate.warm("step", DEVICES[0], lambda: None)
+        head, row, cold, coverage = gate.table()
+    assert head.split() == ["graph", "device", "outcome", "compiles", "seconds"]
+    assert row.split()[:2] == ["step", "cpu:0"]
+    assert cold.split()[:4] == ["head", "cpu:1", "never", "called"]
+    assert coverage.startswith("1 of 2 warmed in ")
+
+
+def test_a_graph_break_is_an_error_before_the_seal_too() -> None:
     def breaks(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return x
 
-    with CompileGate(GPU, Choices()) as gate:
-        run: Any = gate.compile(breaks, "broken")
-        with pytest.raises(torch._dynamo.exc.Unsupported):
+    with opened() as gate:
+        run = gate.compile(breaks, "broken", DEVICES[0])
+        with pytest.raises(
+            CompileError, match=r"broken on cpu:0 cannot be compiled as one graph.*at .*in breaks"
+        ) as caught:
             run(torch.ones(2))
+    assert isinstance(caught.value.__cause__, torch._dynamo.exc.Unsupported)
 
 
-@pytest.mark.usefixtures("eager_backend")
-def test_the_callback_sees_compiles_while_the_gate_is_open_only() -> None:
-    def other(x: Tensor) -> Tensor:
-        return x + 1
+def test_more_shapes_than_torch_allows_are_an_error_and_no_slow_path() -> None:
+    with opened() as gate:
+        run = gate.compile(scale, "step", DEVICES[0])
 
-    gate = CompileGate(GPU, Choices())
-    with gate:
-        gate._sealed = True  # the stance, which would forbid the compile, stays as it is
-        torch.compile(other)(torch.ones(2))
-        assert gate.compiles == 1
-        with pytest.raises(CompileError, match="after the warm-up"):
-            gate.check()
-    torch.compile(other)(torch.ones(2, 2))
-    assert gate.compiles == 1
+        def shapes() -> None:
+            for n in range(2, 30):
+                run(torch.ones(n))
+
+        with pytest.raises(CompileError, match="step on cpu:0 was compiled for as many shapes"):
+            gate.warm("step", DEVICES[0], shapes)
+    assert gate.rows == [], "a warm-up that failed is no row"
 
 
-def test_every_compiled_function_has_a_code_object_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_the_function_itself_stays_what_it_is() -> None:
+    def fails(x: Tensor) -> Tensor:
+        return x @ torch.ones(7, 7)
+
+    with opened("aot_eager") as gate:
+        run = gate.compile(fails, "step", DEVICES[0])
+        with pytest.raises(Exception, match=r"7x7|shapes|size") as caught:
+            run(torch.ones(2, 2))
+    assert not isinstance(caught.value, CompileError)
+
+
+def test_an_eager_flex_attention_is_an_error_while_the_gate_compiles() -> None:
+    def warn() -> None:
+        warnings.warn("flex_attention called without torch.compile() - slow", stacklevel=1)
+
+    with opened() as gate:
+        gate.compile(scale, "step", CPU)
+        with pytest.raises(CompileError, match="step on cpu called flex_attention without"):
+            gate.warm("step", CPU, warn)
+        warnings.filterwarnings("error", message="something else")
+        with pytest.raises(UserWarning, match="something else"):
+            gate.warm("step", CPU, lambda: warnings.warn("something else", stacklevel=1))
+
+
+def test_every_compiled_function_has_a_code_object_of_its_own() -> None:
     """Dynamo keys its cache and its recompile limit by code object."""
-    options: list[dict[str, Any]] = []
-
-    def remember(function: Any, **given: Any) -> Any:
-        options.append(given)
-        return function
-
-    monkeypatch.setattr(torch, "compile", remember)
-    with warnings.catch_warnings():
-        first, second = (
-            CompileGate(torch.device("cuda", index), Choices()).compile(scale, "step")
-            for index in (0, 1)
-        )
-        with pytest.raises(UserWarning, match=r"flex_attention called without torch\.compile"):
-            warnings.warn("flex_attention called without torch.compile() - slow", stacklevel=1)
+    first, second = own_code(scale, "step_cuda0"), own_code(scale, "step_cuda1")
     assert first.__code__ is not second.__code__
     assert (first.__code__.co_name, second.__code__.co_name) == ("step_cuda0", "step_cuda1")
     assert torch.equal(first(torch.ones(2), by=5.0), torch.full((2,), 5.0))
     assert torch.equal(second(torch.ones(2)), torch.full((2,), 2.0))
-    assert options == [{"fullgraph": True, "dynamic": False}] * 2
+
+
+def test_torch_is_asked_for_one_static_graph_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def remember(function: Any, **given: Any) -> Any:
+        asked.append((function.__code__.co_name, given))
+        return function
+
+    monkeypatch.setattr(torch, "compile", remember)
+    with CompileGate(Choices()) as gate:
+        for device in ("cuda:0", "cuda:1", "cuda"):
+            gate.compile(scale, "step", torch.device(device))
+    given = {"fullgraph": True, "dynamic": False, "backend": "inductor"}
+    assert asked == [("step_cuda0", given), ("step_cuda1", given), ("step_cuda", given)]
+
+
+# After the seal
+
+
+def test_a_lazy_backward_after_the_seal_is_found_and_named() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with opened("aot_eager") as gate:
+        run = gate.compile(scale, "step", DEVICES[1])
+        loss = gate.warm("half of it", DEVICES[1], lambda: run(weight).sum())
+        gate.seal()
+        gate.check()
+        loss.backward()
+        for _ in range(2):  # it does not go away by being asked
+            with pytest.raises(
+                CompileError,
+                match=r"1 compile\(s\) after the warm-up, first: LAZY_BACKWARD of step on cpu:1",
+            ):
+                gate.check()
+
+
+def test_warming_after_the_seal_is_refused_and_late_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wide = torch.ones(5)
+    with opened() as gate:
+        run = gate.compile(scale, "step", DEVICES[0])
+        assert gate.late("step", DEVICES[0], lambda: run(torch.ones(3))).shape == (3,)
+        gate.seal()
+        with pytest.raises(CompileError, match="warm-up of step on cpu:0 came after the seal"):
+            gate.warm("step", DEVICES[0], lambda: run(wide))
+        assert "late" not in caplog.text
+        assert torch.equal(gate.late("step", DEVICES[0], lambda: run(wide)), wide * 2)
+        assert "late warm-up of step on cpu:0" in caplog.text
+        assert "everybody waited" in caplog.text
+        assert torch.equal(run(wide), wide * 2)
+        with pytest.raises(CompileError, match="would have to compile again"):
+            run(torch.ones(6))
+        gate.check()
+    assert [(row.compiles, row.late) for row in gate.rows] == [(1, False), (1, True)]
+    assert "compiled, late" in gate.table()[2]
+
+
+def test_a_late_warm_up_that_fails_leaves_the_gate_sealed() -> None:
+    def boom() -> None:
+        raise ValueError("boom")
+
+    with opened() as gate:
+        run = gate.compile(scale, "step", DEVICES[0])
+        gate.warm("step", DEVICES[0], lambda: run(torch.ones(3)))
+        gate.seal()
+        with pytest.raises(ValueError, match="boom"):
+            gate.late("step", DEVICES[0], boom)
+        with pytest.raises(CompileError, match="would have to compile again"):
+            run(torch.ones(5))
+        with gate.running():
+            run(torch.ones(3))
+
+
+def test_a_late_warm_up_says_who_does_not_stop() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    with opened(deadline_s=0.05) as gate:
+        gate.seal()
+
+        def work() -> None:
+            with gate.running():
+                entered.set()
+                leave.wait(30)
+
+        worker = threading.Thread(target=work, name="target cuda:0")
+        worker.start()
+        try:
+            assert entered.wait(30)
+            with pytest.raises(CompileError, match="still running: target cuda:0"):
+                gate.late("step", DEVICES[0], lambda: None)
+        finally:
+            leave.set()
+            worker.join()
+
+
+def test_a_worker_cannot_warm_inside_its_own_unit_of_work() -> None:
+    with (
+        opened() as gate,
+        gate.running(),
+        pytest.raises(CompileError, match="warm-up of step on cpu:0 was asked for by MainThread"),
+    ):
+        gate.warm("step", DEVICES[0], lambda: None)
+
+
+def test_a_damaged_process_is_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as gate:
+        monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True, raising=False)
+        with pytest.raises(CompileError, match="Restart it"):
+            gate.seal()
+        assert not gate.sealed
+
+
+# Opening and closing
+
+
+def test_one_gate_a_process_and_the_next_after_an_error() -> None:
+    with pytest.raises(ValueError, match="boom"), opened() as gate:  # noqa: PT012
+        gate.compile(scale, "step", CPU)(torch.ones(2))
+        gate.seal()
+        with pytest.raises(CompileError, match="another compile gate"), opened():
+            pass
+        with pytest.raises(CompileError, match="another compile gate"), gate:
+            pass
+        raise ValueError("boom")
+    with opened() as gate:
+        assert gate.compile(scale, "step", CPU)(torch.ones(2)).sum() == 4
+
+
+def test_compiling_needs_an_entered_gate() -> None:
+    with pytest.raises(CompileError, match="not entered"):
+        opened().compile(scale, "step", CPU)
+
+
+def test_a_function_compiled_first_after_an_empty_seal_is_refused_as_well() -> None:
+    with opened() as gate:
+        gate.seal()
+        run = gate.compile(scale, "step", DEVICES[0])
+        with pytest.raises(CompileError, match="never called in the warm-up"):
+            run(torch.ones(2))
+        assert gate.late("step", DEVICES[0], lambda: run(torch.ones(2))).sum() == 4
+
+
+def test_compiles_outside_an_open_gate_are_not_counted() -> None:
+    with opened() as gate:
+        run = gate.compile(scale, "step", CPU)
+        run(torch.ones(2))
+    run(torch.ones(3))
+    assert gate.compiles == 1

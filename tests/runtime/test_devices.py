@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,17 @@ import torch
 
 from draftline.choices import Choices
 from draftline.errors import DeviceError
-from draftline.runtime.devices import describe_device, pick_device, synchronize, upload
+from draftline.runtime.devices import (
+    DeviceFacts,
+    describe_device,
+    keep_float32_exact,
+    on_device,
+    parse_devices,
+    pick_device,
+    synchronize,
+    upload,
+    visible_devices,
+)
 
 
 @pytest.fixture
@@ -63,6 +75,62 @@ def test_another_kind_of_device_is_refused(wanted: str) -> None:
 def test_a_cpu_is_described_and_needs_no_waiting() -> None:
     assert describe_device(torch.device("cpu")) == f"CPU, {torch.get_num_threads()} threads"
     synchronize(torch.device("cpu"))
+
+
+def test_visible_gpus_are_listed_by_index(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 100 + index))
+    gpus.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=f"gpu {index}")
+    )
+    assert visible_devices() == (DeviceFacts("gpu 0", 100, 10), DeviceFacts("gpu 1", 101, 11))
+    gpus.setattr(torch.cuda, "device_count", lambda: 0)
+    assert visible_devices() == ()
+
+
+def test_thought_of_gpus_have_all_their_memory_free() -> None:
+    assert (
+        parse_devices("2x80.5") == (DeviceFacts("GPU of 80.5 GiB", *[int(80.5 * 2**30)] * 2),) * 2
+    )
+    [known] = parse_devices("1xh200")
+    assert known.name == "NVIDIA H200"
+    assert known.free_bytes == int(139.8 * 2**30)
+    assert parse_devices("0x0") == ()
+
+
+@pytest.mark.parametrize("text", ["8", "x", "8xx", "8x", "-1x80", "8x-3", "8xnan", "8xinf", "8xA9"])
+def test_what_is_no_list_of_gpus_is_refused(text: str) -> None:
+    with pytest.raises(DeviceError, match=f"--devices {text} is not COUNTxGIB"):
+        parse_devices(text)
+
+
+def test_tf32_goes_off_where_a_gpu_is_used(gpus: pytest.MonkeyPatch) -> None:
+    keep_float32_exact([torch.device("cpu")])
+    assert torch.backends.cuda.matmul.allow_tf32
+    keep_float32_exact([torch.device("cpu"), torch.device("cuda", 1)])
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_a_device_and_its_stream_are_current_inside_only(gpus: pytest.MonkeyPatch) -> None:
+    current: list[object] = []
+
+    @contextmanager
+    def enter(what: object) -> Iterator[None]:
+        current.append(what)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    gpus.setattr(torch.cuda, "device", enter)
+    gpus.setattr(torch.cuda, "stream", enter)
+    with on_device(torch.device("cpu")):
+        assert current == []
+    with pytest.raises(KeyError), on_device(torch.device("cuda", 1)):  # noqa: PT012
+        assert current == [torch.device("cuda", 1), None]
+        raise KeyError
+    with on_device(torch.device("cuda", 1), "a stream"):  # type: ignore[arg-type]
+        assert current == [torch.device("cuda", 1), "a stream"]
+    assert current == []
 
 
 def test_an_uploaded_array_keeps_values_and_type_whatever_its_layout() -> None:

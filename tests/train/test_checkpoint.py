@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,12 @@ def test_a_full_disk_leaves_the_older_ones(
             raise OSError(28, "No space left on device")
 
     for step in (1, 2):
-        writer.save(step, tensors(step), {})
+        writer.save(step, partial(tensors, step), {})
     writer.wait()
     assert writer.failure is None
     monkeypatch.setattr(module, "save_file", full)
     with caplog.at_level(logging.WARNING):
-        writer.save(3, tensors(3), {})
+        writer.save(3, partial(tensors, 3), {})
         writer.wait()
     assert isinstance(writer.failure, CheckpointError)
     assert "No space left" in caplog.text
@@ -162,40 +163,68 @@ def test_a_full_disk_leaves_the_older_ones(
     assert latest_checkpoint(tmp_path).step == 2
     assert writer.last == tmp_path / "step-00000002"
     monkeypatch.setattr(module, "save_file", plain)
-    writer.save(4, tensors(4), {})
+    writer.save(4, partial(tensors, 4), {})
     writer.wait()
     assert writer.failure is None
     assert latest_checkpoint(tmp_path).step == 4
 
 
-def test_the_writer_takes_a_copy_and_writes_behind_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_writer_waits_for_the_tensors_and_writes_behind_training(tmp_path: Path) -> None:
+    """What is on its way from a device must not be waited for by who trains."""
     go = threading.Event()
-    plain = module.save_file
+    threads: list[str] = []
 
-    def slow(group: dict[str, Tensor], path: Path) -> None:
+    def groups() -> dict[str, dict[str, Tensor]]:
+        threads.append(threading.current_thread().name)
         assert go.wait(10)
-        plain(group, path)
+        return tensors(1)
 
-    monkeypatch.setattr(module, "save_file", slow)
     writer = CheckpointWriter(tmp_path, keep=2)
-    weights = tensors(1)
-    writer.save(1, weights, {"epoch": 0})
-    weights["drafter"]["norm"].fill_(99)  # the next step trains on
+    state = {"epoch": 0}
+    writer.save(1, groups, state)
+    state["epoch"] = 5  # the next step trains on
     assert checkpoint_paths(tmp_path) == []
     go.set()
     writer.wait()
-    assert latest_checkpoint(tmp_path).tensors["drafter"]["norm"].tolist() == [1, 1]
+    assert threads == ["checkpoint-writer"]
+    loaded = latest_checkpoint(tmp_path)
+    assert loaded.tensors["drafter"]["norm"].tolist() == [1, 1]
+    assert loaded.state["epoch"] == 0
+
+
+def test_checkpoints_are_written_one_after_the_other(tmp_path: Path) -> None:
+    """Their buffers are the same, so the second must not be asked for before the first is there."""
+    writer = CheckpointWriter(tmp_path, keep=2)
+    there: list[list[str]] = []
+
+    def groups(step: int) -> dict[str, dict[str, Tensor]]:
+        there.append([p.name for p in checkpoint_paths(tmp_path)])
+        return tensors(step)
+
+    for step in (1, 2):
+        writer.save(step, partial(groups, step), {})
+    writer.wait()
+    assert there == [[], ["step-00000001"]]
+
+
+def test_tensors_that_cannot_be_had_are_an_error_of_the_next_call(tmp_path: Path) -> None:
+    def lost() -> dict[str, dict[str, Tensor]]:
+        raise ValueError("the device is gone")
+
+    writer = CheckpointWriter(tmp_path, keep=2)
+    writer.save(1, lost, {})
+    with pytest.raises(ValueError, match="the device is gone"):
+        writer.save(2, partial(tensors, 2), {})
+    assert checkpoint_paths(tmp_path) == []
 
 
 def test_an_unexpected_failure_of_the_thread_is_not_lost(tmp_path: Path) -> None:
     """A programming error must not end as a run that believes in its checkpoints."""
     writer = CheckpointWriter(tmp_path, keep=2)
-    writer.save(1, tensors(1), {"config": object()})
+    writer.save(1, partial(tensors, 1), {"config": object()})
     with pytest.raises(TypeError, match="not JSON serializable"):
         writer.wait()
-    writer.save(2, tensors(2), {})
+    writer.save(2, partial(tensors, 2), {})
     writer.wait()
     assert latest_checkpoint(tmp_path).step == 2
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import build_target
+import torch
+from tiny import build_samples
 
 from draftline.config import Config
 from draftline.config_file import build_config
 from draftline.data.packing import Pack, PackPlan
-from draftline.errors import ConfigError
+from draftline.errors import ConfigError, DeviceError
 from draftline.model.drafter import DrafterShape
-from draftline.train.plan import plan_run
+from draftline.model.facts import read_facts
+from draftline.runtime.devices import DeviceFacts, parse_devices
+from draftline.train.placement import Placement
+from draftline.train.plan import Plan, plan_run
+from draftline.train.work import pack_work
 
 PACKS = PackPlan((Pack((0, 1), 90), Pack((2,), 70)), 100, 4, 80.0, "tokens")
+CPU = Placement(((torch.device("cpu"),),), (torch.device("cpu"),), (1,))
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
@@ -33,33 +42,121 @@ def config(tmp_path: Path, *overrides: str) -> Config:
     return build_config(tree, list(overrides))
 
 
-def inputs(target: Any) -> Any:
-    shape = DrafterShape(target.hidden_size, 32, 1, 4, 2, 8, len(target.taps), 4, 3)
-    return SimpleNamespace(
-        target=target, shape=shape, token_ids=None, tokens=160, device=target.device
+@pytest.fixture
+def inputs(target_dir: Callable[[str], Path]) -> Any:
+    facts = read_facts(str(target_dir("llama")), taps=(1, 2))
+    shape = DrafterShape(facts.hidden_size, 32, 1, 4, 2, 8, 2, 4, 3)
+    samples = build_samples((60, 30, 70))
+    return SimpleNamespace(facts=facts, shape=shape, token_ids=None, tokens=160, samples=samples)
+
+
+def gpus(targets: int, drafters: int) -> Placement:
+    devices = [torch.device("cuda", index) for index in range(targets + drafters)]
+    return Placement(
+        tuple((device,) for device in devices[:targets]),
+        tuple(devices[targets:]),
+        (2,) * drafters,
     )
 
 
-def test_steps_come_from_epochs_and_bytes_from_shapes(tmp_path: Path) -> None:
-    target = build_target()
-    made = inputs(target)
-    plan = plan_run(config(tmp_path), made, PACKS)
+def test_steps_come_from_epochs_and_bytes_from_shapes(tmp_path: Path, inputs: Any) -> None:
+    plan = plan_run(config(tmp_path), inputs, PACKS, CPU, ())
     assert (plan.steps, plan.packs, plan.rows) == (5, 2, 32)
-    assert plan.epochs == 2.5
-    assert plan.parameters == made.shape.num_parameters
+    assert (plan.epochs, plan.packs_per_step, plan.accumulate) == (2.5, 1, 1)
+    assert plan.parameters == inputs.shape.num_parameters
     assert plan.cache_bytes == 0
     assert plan.checkpoint_bytes == 12 * plan.parameters
-    cached = plan_run(config(tmp_path, "features.source=memory"), made, PACKS)
-    assert cached.cache_bytes == 160 * len(target.taps) * target.hidden_size * 4
-    averaged = plan_run(config(tmp_path, "train.ema=0.9"), made, PACKS)
-    assert averaged.drafter_bytes == plan.drafter_bytes + 4 * plan.parameters
+    assert plan.disk_bytes == 3 * plan.checkpoint_bytes
+    cached = plan_run(config(tmp_path, "features.source=memory"), inputs, PACKS, CPU, ())
+    assert cached.cache_bytes == 160 * 2 * inputs.facts.hidden_size * 4
+    assert "feature cache" in "\n".join(cached.lines())
     text = "\n".join(plan.lines())
+    assert "placement: 1 target(s) on cpu" in text
     assert "5 steps, 2.50 epochs of 2 packs, fill 80.0 %" in text
+    assert "duration unknown: give --rate" in text
+    assert "feature cache" not in text
+
+
+def test_a_step_takes_packs_of_all_drafters_and_machines(tmp_path: Path, inputs: Any) -> None:
+    available = parse_devices("4x141")
+    long = config(tmp_path, "train.epochs=60")
+    plan = plan_run(long, inputs, PACKS, gpus(1, 3), available)
+    assert (plan.steps, plan.packs_per_step, plan.accumulate) == (40, 3, 1)
+    assert plan.rows == 3 * 32
+    both = config(tmp_path, "train.epochs=60", "train.packs_per_step=12")
+    plan = plan_run(both, inputs, PACKS, gpus(1, 3), available, nodes=2)
+    assert (plan.steps, plan.packs_per_step, plan.accumulate) == (10, 12, 2)
+    assert plan.epochs == 60
+    with pytest.raises(ConfigError, match="no multiple of the 6 drafters"):
+        plan_run(config(tmp_path, "train.packs_per_step=4"), inputs, PACKS, gpus(1, 3), (), nodes=2)
+    few = plan_run(config(tmp_path, "train.epochs=0.1"), inputs, PACKS, gpus(1, 3), available)
+    assert few.steps == 1
+
+
+def test_padding_is_that_of_the_targets_batches(tmp_path: Path, inputs: Any) -> None:
+    given = config(tmp_path, "target.batches=[[1,80]]")
+    plan = plan_run(given, inputs, PACKS, CPU, ())
+    assert plan.padding_pct == pytest.approx(100 * (240 - 160) / 240)
+    derived = plan_run(config(tmp_path), inputs, PACKS, CPU, ())
+    assert 0 <= derived.padding_pct < plan.padding_pct
+    with pytest.raises(ConfigError, match="longest conversation has 70 tokens"):
+        plan_run(config(tmp_path, "target.batches=[[1,60]]"), inputs, PACKS, CPU, ())
+
+
+def planned(tmp_path: Path, inputs: Any, devices: str, **options: Any) -> Plan:
+    overrides = ("train.epochs=null", "train.steps=3600", "target.batches=[[1,80]]")
+    placement = gpus(1, 2)
+    return plan_run(
+        config(tmp_path, *overrides), inputs, PACKS, placement, parse_devices(devices), **options
+    )
+
+
+def test_hours_come_from_a_rate_or_from_a_known_gpu(tmp_path: Path, inputs: Any) -> None:
+    unknown = planned(tmp_path, inputs, "3x141").hours
+    assert (unknown.hours, str(unknown)) == (None, "unknown: give --rate")
+    # 32 rows a pack at 16 rows/s are 2 s; two drafters work at once, and take two packs a step.
+    given = planned(tmp_path, inputs, "3x141", rate=16.0).hours
+    assert given.hours == pytest.approx(2.0)
+    assert str(given).startswith("2.0 hours (at the given 16 rows/s a drafter")
+    known = planned(tmp_path, inputs, "3xH200").hours
+    assert "estimated from matrix work, not measured" in str(known)
+    work = pack_work(config(tmp_path), inputs.facts, inputs.shape)
+    # 80 % of a pack are tokens and a third of what the target computes is padding.
+    fed = work.target * 0.8 / (160 / 240)
+    seconds = 2 * max(fed, work.drafter / 2) / (0.55 * 790e12)
+    assert known.hours == pytest.approx(seconds)
+    inputs.facts = replace(inputs.facts, trunk_flops=1e15)
+    slow = planned(tmp_path, inputs, "3xH200", rate=16.0).hours
+    assert slow.hours == pytest.approx(2 * 1e15 * 100 * 1.2 / (0.55 * 790e12))
+    assert "target estimated, not measured" in str(slow)
+
+
+def test_every_machine_takes_its_share_of_the_packs(tmp_path: Path, inputs: Any) -> None:
+    one = planned(tmp_path, inputs, "3x141", rate=16.0)
+    two = planned(tmp_path, inputs, "3x141", rate=16.0, nodes=2)
+    assert two.packs_per_step == 2 * one.packs_per_step
+    assert two.hours.hours == one.hours.hours
+
+
+def test_the_plan_as_json_has_every_number(tmp_path: Path, inputs: Any) -> None:
+    plan = planned(tmp_path, inputs, "3x141", rate=16.0)
+    tree = json.loads(json.dumps(plan.to_dict()))
+    assert tree["steps"] == 3600
+    assert tree["hours"] == plan.hours.hours
+    assert tree["placement"]["drafters"] == ["cuda:1", "cuda:2"]
+    assert [row["device"] for row in tree["memory"]] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert tree["memory"][1]["total_bytes"] == sum(tree["memory"][1]["parts"].values())
+
+
+def test_a_device_too_small_is_refused(tmp_path: Path, inputs: Any) -> None:
+    small = (DeviceFacts("tiny GPU", 2**20, 2**10),) * 2
+    with pytest.raises(DeviceError, match=r"cuda:1 \(tiny GPU\) needs at least"):
+        plan_run(config(tmp_path), inputs, PACKS, gpus(1, 1), small)
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, inputs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"checkpoints need .* free"):
-        plan_run(config(tmp_path), inputs(build_target()), PACKS)
+        plan_run(config(tmp_path), inputs, PACKS, CPU, ())

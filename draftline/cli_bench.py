@@ -1,0 +1,64 @@
+"""`draftline bench`: how fast a configuration runs here, and whether its memory is flat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Dotted overrides, such as max_anchors=256.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Every number as JSON.")]
+
+bench_app = typer.Typer(
+    help="Measure a configuration with random weights; its target may be a config.json only.",
+    no_args_is_help=True,
+)
+
+
+@bench_app.command("step")
+def bench_step_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Captured steps that are timed.")] = 50,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also time one step by kernel group.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time one drafter's whole step, compiled and captured, with its memory."""
+    from draftline.config_file import load_config
+    from draftline.train.bench_step import bench_step
+
+    found = bench_step(load_config(config, overrides or []), steps=steps, profile=profile)
+    _show(found.lines(), found.to_dict(), as_json)
+
+
+@bench_app.command("pipeline")
+def bench_pipeline_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=20, help="Steps of the run.")] = 60,
+    as_json: AsJson = False,
+) -> None:
+    """Time targets and drafters alone, then a run of both as it would be placed here."""
+    from draftline.config_file import load_config
+    from draftline.train.bench_pipeline import bench_pipeline
+
+    found = bench_pipeline(load_config(config, overrides or []), steps=steps)
+    _show(found.lines(), found.to_dict(), as_json)
+
+
+def _show(lines: Sequence[str], values: dict[str, Any], as_json: bool) -> None:
+    import json
+
+    from draftline.runlog import provenance
+
+    if as_json:
+        typer.echo(json.dumps({**values, "provenance": provenance()}, indent=1))
+    else:
+        typer.echo("\n".join(lines))

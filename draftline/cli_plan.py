@@ -1,0 +1,60 @@
+"""`draftline plan`: what a run would need, on this machine or on one that is only thought of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Dotted overrides, such as train.steps=200.")
+]
+
+
+def plan_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-9, help="Rows a second that one drafter was measured at.")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="Plan for GPUs that are not here: 8x141 (GiB each) or 8xH200."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines like this one.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON.")] = False,
+) -> None:
+    """Place workers, count steps, hours, memory and disk; load and allocate nothing.
+
+    Exits with 2 and the numbers when the run would not fit. A target directory may hold config.json
+    only: token counts are then guessed from characters.
+    """
+    import json
+
+    from draftline.choices import Choices
+    from draftline.config_file import load_config
+    from draftline.data.packing import plan_packs
+    from draftline.runtime.devices import parse_devices, visible_devices
+    from draftline.train.inputs import prepare
+    from draftline.train.placement import place
+    from draftline.train.plan import plan_run
+
+    loaded = load_config(config, overrides or [])
+    choices = Choices(strict=loaded.run.strict_choices)
+    available = visible_devices() if devices is None else parse_devices(devices)
+    inputs = prepare(loaded, choices, available, estimate=True)
+    placement = place(loaded, inputs.facts, available, choices, nodes=nodes)
+    packs = plan_packs(
+        [len(sample.input_ids) for sample in inputs.samples],
+        token_budget=loaded.token_budget,
+        max_batch_size=loaded.max_batch_size,
+        seed=loaded.run.seed,
+        epoch=0,
+    )
+    plan = plan_run(loaded, inputs, packs, placement, available, nodes=nodes, rate=rate)
+    if as_json:
+        typer.echo(json.dumps(plan.to_dict(), indent=1))
+        return
+    typer.echo("\n".join([inputs.summary(), *plan.lines()]))

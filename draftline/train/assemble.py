@@ -1,0 +1,174 @@
+"""The parts of a run on their devices: targets, what drafters borrow, feature workers, steps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftline.choices import Choices
+from draftline.config import Config
+from draftline.model.losses import LossSpec
+from draftline.model.target import Target, load_target
+from draftline.runtime.compiled import CompileGate
+from draftline.runtime.devices import keep_float32_exact
+from draftline.runtime.graphs import GraphPool
+from draftline.train.features import FeatureCache, FeatureWorker
+from draftline.train.inputs import Inputs, feature_key
+from draftline.train.optim import OptimizerSpec
+from draftline.train.placement import Placement
+from draftline.train.plan import Plan
+from draftline.train.start import feature_worker, first_drafter
+from draftline.train.step import StepSpec, TrainStep, compile_kernels
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One feature worker a target worker, one step a drafter; `key` is the features' identity."""
+
+    features: list[FeatureWorker]
+    steps: list[TrainStep]
+    key: str
+
+
+def step_spec(config: Config, *, total_steps: int, packs_per_step: int, machines: int) -> StepSpec:
+    """What all drafters of a run have in common."""
+    train = config.train
+    return StepSpec(
+        loss=LossSpec(
+            kind=config.loss.kind,
+            gamma=config.gamma,
+            alpha=config.loss.alpha,
+            soft_labels=config.loss.soft_labels,
+            chunk_rows=config.loss.chunk_rows,
+        ),
+        optimizer=OptimizerSpec(
+            peak=train.learning_rate,
+            total_steps=total_steps,
+            warmup_ratio=train.warmup_ratio,
+            min_ratio=train.min_lr_ratio,
+            betas=train.betas,
+            weight_decay=train.weight_decay,
+            clip=train.clip,
+            ema=train.ema,
+            share=1 / packs_per_step,
+        ),
+        max_anchors=config.max_anchors,
+        token_budget=config.token_budget,
+        noise=config.features.noise,
+        seed=config.run.seed,
+        gather=packs_per_step > 1 or machines > 1,
+    )
+
+
+def assemble(
+    config: Config,
+    inputs: Inputs,
+    plan: Plan,
+    choices: Choices,
+    gate: CompileGate,
+    run_dir: Path,
+    *,
+    target: Target | None,
+    machines: int,
+) -> Parts:
+    """Loads the targets and allocates what a run computes with, as planned.
+
+    `target` is the first one when the caller has it. The feature cache is filled here, after which
+    its target is let go.
+    """
+    placement = plan.placement
+    keep_float32_exact(placement.devices)
+    if target is None or target.devices != placement.targets[0]:
+        target = _load(config, placement.targets[0], choices)
+    key = feature_key(config, inputs.samples, target)
+    devices = list(dict.fromkeys(placement.drafters))
+    ends = {device: target.ends(device) for device in devices}
+    cache = None
+    if config.features.source != "online":
+        cache = _filled(config, inputs, target, choices, run_dir, key)
+    targets = _replicas(config, target, placement, choices) if cache is None else []
+    features: list[FeatureWorker] = [
+        feature_worker(config, inputs, targets[i] if targets else None, cache, span[0], choices)
+        for i, span in enumerate(placement.targets)
+    ]
+    drafter = first_drafter(config, inputs, target, features[0], choices)
+    if target.device.type == "cuda":
+        # What measuring took on this thread's stream is of no use to the workers.
+        torch.cuda.empty_cache()
+    spec = step_spec(
+        config,
+        total_steps=plan.steps,
+        packs_per_step=plan.packs_per_step,
+        machines=machines,
+    )
+    kernels = {d: compile_kernels(gate, ends[d], inputs.token_ids, spec) for d in devices}
+    pools = {device: GraphPool(device) for device in devices}
+    steps = [
+        TrainStep(
+            copy.deepcopy(drafter).to(device),
+            kernels[device],
+            spec,
+            working_dtype=inputs.facts.dtype,
+            width=int(features[0].row.shape[1]),
+            pool=pools[device],
+        )
+        for device in placement.drafters
+    ]
+    return Parts(features, steps, key)
+
+
+def _load(config: Config, devices: tuple[torch.device, ...], choices: Choices) -> Target:
+    return load_target(
+        config.target.path,
+        device=devices[0] if len(devices) == 1 else devices,
+        dtype=config.target.dtype,
+        taps=config.target.tap_layers,
+        num_taps=config.target.num_taps,
+        trust_remote_code=config.target.trust_remote_code,
+        choices=choices,
+    )
+
+
+def _replicas(
+    config: Config, target: Target, placement: Placement, choices: Choices
+) -> list[Target]:
+    """One target a worker; those on one device share weights, one that spans several is loaded."""
+    found = [target]
+    for devices in placement.targets[1:]:
+        if len(devices) == 1 and len(target.devices) == 1:
+            same = next((t for t in found if t.devices == devices), target)
+            found.append(same.replica(devices[0]))
+        else:
+            found.append(_load(config, devices, choices))
+    return found
+
+
+def _filled(
+    config: Config, inputs: Inputs, target: Target, choices: Choices, run_dir: Path, key: str
+) -> FeatureCache:
+    folder = None
+    if config.features.source == "disk":
+        folder = Path(config.features.dir or run_dir / "features")
+    cache = FeatureCache(inputs.facts, inputs.samples, last_hidden=config.loss.soft_labels > 0)
+    began = time.perf_counter()
+    shown = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        if done * 10 // total > shown:
+            shown = done * 10 // total
+            log.info("features: %d of %d tokens", done, total)
+
+    def worker() -> FeatureWorker:
+        return feature_worker(config, inputs, target, None, target.device, choices)
+
+    cache.fill(worker, folder, key, progress)
+    log.info("features: ready in %.0f s", time.perf_counter() - began)
+    return cache

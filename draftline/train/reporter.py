@@ -1,0 +1,121 @@
+"""A run's numbers on their way from the drafters to the log."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from draftline.errors import RunError
+from draftline.runlog import RunLog
+from draftline.runtime.memory import MemoryBaseline
+from draftline.runtime.ring import WaitMeter
+from draftline.train.totals import summarize
+from draftline.train.trackers import Trackers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What turns steps into rates: `rows` and `tokens` a step, `steps` of the whole run."""
+
+    rows: int
+    tokens: int
+    steps: int
+
+
+class Reporter:
+    """Takes totals from the lead's thread, and writes metrics in the thread that calls `drain`."""
+
+    def __init__(
+        self,
+        scale: Scale,
+        *,
+        rate_at: Callable[[int], float],
+        epoch_at: Callable[[int], int],
+        spent_before_s: float,
+        first_step: int,
+    ) -> None:
+        """`rate_at(step)` and `epoch_at(step)` are the learning rate and epoch of 0-based `step`."""
+        self._scale = scale
+        self._rate_at, self._epoch_at = rate_at, epoch_at
+        self._spent_before_s = spent_before_s
+        self._reports: queue.SimpleQueue[tuple[int, list[float], float]] = queue.SimpleQueue()
+        self._began = time.perf_counter()
+        self._logged = (first_step, self._began)
+        self._waits: Mapping[str, Sequence[WaitMeter]] = {}
+        self._memory = MemoryBaseline([])
+
+    def begin(self, memory: MemoryBaseline, waits: Mapping[str, Sequence[WaitMeter]]) -> None:
+        """Everything is warm: the clock starts."""
+        self._memory, self._waits = memory, waits
+        for meters in waits.values():
+            _read(meters)
+        self._began = time.perf_counter()
+        self._logged = (self._logged[0], self._began)
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, earlier processes of the run included."""
+        return self._spent_before_s + time.perf_counter() - self._began
+
+    def put(self, step: int, sums: list[float], at: float) -> None:
+        """The totals up to `step`, whose last step was queued at `at` (perf_counter)."""
+        self._reports.put((step, sums, at))
+
+    def drain(self, trackers: Trackers) -> None:
+        """Writes what has come; raises RunError for a loss or gradient that was not finite."""
+        while not self._reports.empty():
+            self._write(trackers, *self._reports.get())
+
+    def _write(self, trackers: Trackers, step: int, sums: list[float], at: float) -> None:
+        values: dict[str, Any] = summarize(sums)
+        before, since = self._logged
+        self._logged = (step, at)
+        if values["bad_steps"] or values["bad_packs"]:
+            raise RunError(
+                f"a non-finite loss or gradient in the {step - before} steps up to {step} (those "
+                "updates were skipped); lower train.learning_rate or look for damaged features, "
+                "then continue with --resume"
+            )
+        seconds = max(at - since, 1e-9)
+        rate = (step - before) / seconds
+        values |= {
+            "learning_rate": self._rate_at(step - 1),
+            "epoch": self._epoch_at(step - 1),
+            "seconds": self._spent_before_s + at - self._began,
+            "step_ms": 1000 / rate,
+            "tokens_per_s": rate * self._scale.tokens,
+            "rows_per_s": rate * self._scale.rows,
+            "eta_s": (self._scale.steps - step) / rate,
+        }
+        for side, meters in self._waits.items():
+            values[f"{side}_waited_pct"] = 100 * _read(meters) / (seconds * len(meters))
+        for change in self._memory.changes():
+            values[f"reserved_gib/{change.device}"] = change.reserved_bytes / 2**30
+            values[f"allocator_calls/{change.device}"] = change.allocator_calls
+        trackers.metrics(step, values)
+
+    def say_memory(self, runlog: RunLog) -> None:
+        """What the allocators did since the seal, in the log and as events."""
+        for change in self._memory.changes():
+            runlog.event("memory", asdict(change))
+            log.log(
+                logging.INFO if change.flat else logging.WARNING,
+                "memory of %s since the seal: reserved %.2f GiB, changed by %.1f MiB; %d allocator "
+                "calls, %d device allocations, %d retries",
+                change.device,
+                change.reserved_bytes / 2**30,
+                change.reserved_change_bytes / 2**20,
+                change.allocator_calls,
+                change.device_allocations,
+                change.retries,
+            )
+
+
+def _read(meters: Sequence[WaitMeter]) -> float:
+    return sum(meter.read() for meter in meters)

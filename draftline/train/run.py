@@ -1,0 +1,323 @@
+"""The state of one run: what it computes with, where it is, and what it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftline.choices import Choices
+from draftline.config import Config
+from draftline.data.packing import PackPlan, plan_packs
+from draftline.errors import CheckpointError, RunError
+from draftline.model.target import Target
+from draftline.runlog import RunLog, provenance
+from draftline.runtime.compiled import CompileGate
+from draftline.runtime.devices import describe_device, visible_devices
+from draftline.runtime.memory import MemoryBaseline
+from draftline.runtime.nodes import Nodes
+from draftline.runtime.reduce import Reducer
+from draftline.runtime.workers import Crew
+from draftline.train.assemble import assemble
+from draftline.train.boundary import Duties
+from draftline.train.checkpoint import Checkpoint, CheckpointWriter
+from draftline.train.feed import Feed, Position, Share
+from draftline.train.inputs import Inputs
+from draftline.train.interrupts import interrupts
+from draftline.train.pipeline import Pipeline
+from draftline.train.placement import place
+from draftline.train.plan import plan_run
+from draftline.train.reporter import Reporter, Scale
+from draftline.train.resume import check_state, share_state
+from draftline.train.snapshot import Snapshot, load_state
+from draftline.train.trackers import Trackers
+
+log = logging.getLogger(__name__)
+
+# Seconds between two looks at whether another machine failed.
+_NEWS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How a run ended: `step` of `total`, whether it was interrupted, and its last checkpoint."""
+
+    run_dir: Path
+    checkpoint: Path
+    step: int
+    total: int
+    interrupted: bool
+    seconds: float
+
+
+class Run:
+    """The state of one run between its steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        choices: Choices,
+        runlog: RunLog,
+        gate: CompileGate,
+        nodes: Nodes | None,
+        target: Target | None,
+    ) -> None:
+        self.config, self.inputs, self.runlog = config, inputs, runlog
+        self.gate, self.nodes = gate, nodes
+        machines = 1 if nodes is None else nodes.count
+        available = visible_devices()
+        placement = place(config, inputs.facts, available, choices, nodes=machines)
+        self.lengths = [len(s.input_ids) for s in inputs.samples]
+        # Of an epoch only its packs are needed twice, by the plan and by the feed.
+        self.packs_of = lru_cache(maxsize=2)(self._packs_of)
+        self.plan = plan_run(config, inputs, self.packs_of(0), placement, available, nodes=machines)
+        for line in self.plan.lines():
+            log.info(line)
+        for device in placement.devices:
+            log.info("%s: %s", device, describe_device(device))
+            runlog.event("device", {"device": str(device), "what": describe_device(device)})
+        self.parts = assemble(
+            config,
+            inputs,
+            self.plan,
+            choices,
+            gate,
+            runlog.directory,
+            target=target,
+            machines=machines,
+        )
+        optimizers = [step.optimizer for step in self.parts.steps]
+        self.reducer = Reducer(
+            [o.working if o.grad is None else o.grad for o in optimizers],
+            how=config.topology.reduction,
+            choices=choices,
+            nodes=nodes,
+            deadline_s=config.topology.deadline_s,
+        )
+        self.share = Share(
+            drafters=len(optimizers),
+            accumulate=self.plan.accumulate,
+            machines=machines,
+            rank=0 if nodes is None else nodes.rank,
+        )
+        lead = self.parts.steps[0]
+        fixed = {"feature_scale": lead.drafter.feature_scale}
+        if inputs.token_ids is not None:
+            fixed["token_ids"] = inputs.token_ids
+        self.snapshot = Snapshot(lead.optimizer, fixed)
+        self.writer = CheckpointWriter(
+            runlog.directory / "checkpoints", config.train.keep_checkpoints
+        )
+        self.start = Position(0, 0, 0)
+        self.first_step = self.done_steps = 0
+        self._saved_step: int | None = None
+        self._spent_before = 0.0
+        self._created = time.perf_counter()
+        self._looked_for_news = time.monotonic()
+
+    def load(self, checkpoint: Checkpoint | None, accept_changes: bool) -> None:
+        """Takes up the state that a checkpoint holds, and machine 0's on the other machines."""
+        state: dict[str, Any] | None = None
+        if checkpoint is not None:
+            state = checkpoint.state
+            check_state(
+                checkpoint,
+                features=self.parts.key,
+                packs_per_step=self.share.packs_per_step,
+                accept_changes=accept_changes,
+            )
+            for step in self.parts.steps:
+                scale = checkpoint.tensors["drafter"]["feature_scale"]
+                step.drafter.feature_scale.copy_(scale)
+                load_state(step.optimizer, checkpoint.tensors)
+            log.info("resumed %s", checkpoint.path)
+        if self.nodes is not None:
+            state = self.nodes.broadcast_object(state)
+            share_state(self.nodes, self.parts.steps)
+        if state is not None:
+            place = Position(
+                int(state["next_number"]), int(state["epoch"]), int(state["next_pack"])
+            )
+            self.start = place
+            self.first_step = self.done_steps = int(state["step"])
+            self._spent_before = float(state["seconds"])
+
+    def go(self) -> Trained:
+        """Runs to the last step, or to the next step boundary after Ctrl-C."""
+        config, total = self.config, self.plan.steps
+        feed = Feed(
+            lambda epoch: self.packs_of(epoch).packs,
+            self.share,
+            self.start,
+            first_step=self.first_step,
+            total_steps=total,
+        )
+        optimizer, share = self.parts.steps[0].optimizer, self.share
+        reporter = Reporter(
+            Scale(self.plan.rows, config.token_budget * share.packs_per_step, total),
+            # Worked out on the host: reading the device's would wait for the step just queued.
+            rate_at=lambda step: float(optimizer.rate_at(torch.tensor(step))),
+            epoch_at=lambda step: feed.position(self._number(step)).epoch,
+            spent_before_s=self._spent_before,
+            first_step=self.first_step,
+        )
+        trackers = Trackers(
+            self.runlog, config.train.trackers, config.model_dump(mode="json"), total
+        )
+        with (
+            interrupts() as interrupted,
+            trackers,
+            Crew(config.topology.deadline_s) as crew,
+        ):
+            duties = self._duties(feed, reporter, interrupted)
+            pipeline = self._pipeline(crew, feed, duties)
+
+            def look() -> None:
+                reporter.drain(trackers)
+                self._hear_news()
+
+            def sealed() -> None:
+                waits = {"targets": pipeline.target_waits, "drafters": pipeline.drafter_waits}
+                reporter.begin(MemoryBaseline(self.plan.placement.devices), waits)
+                rows = [asdict(row) for row in self.gate.rows]
+                seconds = round(time.perf_counter() - self._created, 2)
+                self.runlog.event("sealed", {"graphs": rows, "seconds": seconds})
+
+            pipeline.run(look, sealed)
+        reporter.say_memory(self.runlog)
+        return self._finish(feed, reporter, interrupted.is_set() and self.done_steps < total)
+
+    def _duties(self, feed: Feed, reporter: Reporter, interrupted: threading.Event) -> Duties:
+        train, total = self.config.train, self.plan.steps
+        queued: dict[int, float] = {}
+
+        def go_on(step: int) -> bool:
+            stop = interrupted.is_set()
+            if self.nodes is not None:
+                stop = self.nodes.agree(stop)
+            return step < total and not stop
+
+        def reports(step: int) -> bool:
+            return step % train.log_every == 0 or step == total
+
+        def finished(step: int) -> None:
+            self.done_steps = step
+            if step == self.first_step + 1:
+                seconds = round(time.perf_counter() - self._created, 2)
+                self.runlog.event("first_step", {"seconds": seconds})
+            if reports(step):
+                queued[step] = time.perf_counter()
+            if step % train.checkpoint_every == 0 and self._writes:
+                self._save(feed, reporter)
+
+        def report(step: int, sums: list[float]) -> None:
+            self.gate.check()
+            if self.nodes is not None:
+                machines = self.nodes.gather(sums)
+                sums = [sum(column) for column in zip(*machines, strict=True)]
+            reporter.put(step, sums, queued.pop(step))
+
+        return Duties(
+            go_on=go_on,
+            finished=finished,
+            report=report,
+            reports=reports,
+            compares=lambda step: step % self.config.topology.check_every == 0,
+        )
+
+    def _pipeline(self, crew: Crew, feed: Feed, duties: Duties) -> Pipeline:
+        return Pipeline(
+            crew,
+            self.gate,
+            steps=self.parts.steps,
+            features=self.parts.features,
+            feature_devices=self.plan.placement.targets,
+            slots=self.plan.placement.slots,
+            samples=self.inputs.samples,
+            token_budget=self.config.token_budget,
+            block_size=self.config.block_size,
+            feed=feed,
+            reducer=self.reducer,
+            accumulate=self.share.accumulate,
+            first_step=self.first_step,
+            duties=duties,
+        )
+
+    def _hear_news(self) -> None:
+        """Raises RunError when another machine failed."""
+        now = time.monotonic()
+        if self.nodes is not None and now - self._looked_for_news > _NEWS_S:
+            self._looked_for_news = now
+            if (news := self.nodes.poll_failure()) is not None:
+                raise RunError(news)
+
+    def _number(self, step: int) -> int:
+        """The number of the first pack of 0-based `step`."""
+        return self.start.number + (step - self.first_step) * self.share.packs_per_step
+
+    @property
+    def _writes(self) -> bool:
+        """Only the first machine writes checkpoints; the drafters are equal."""
+        return self.nodes is None or self.nodes.is_first
+
+    def _finish(self, feed: Feed, reporter: Reporter, interrupted: bool) -> Trained:
+        seconds = reporter.seconds
+        if self._writes:
+            self.writer.wait()
+            if self._saved_step != self.done_steps or self.writer.failure is not None:
+                self._save(feed, reporter)
+                self.writer.wait()
+            if self.writer.failure is not None or self.writer.last is None:
+                raise CheckpointError(f"the run's last state is lost: {self.writer.failure}")
+        self.runlog.event(
+            "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}
+        )
+        return Trained(
+            run_dir=self.runlog.directory,
+            checkpoint=self.writer.last or self.writer.directory,
+            step=self.done_steps,
+            total=self.plan.steps,
+            interrupted=interrupted,
+            seconds=seconds,
+        )
+
+    def _packs_of(self, epoch: int) -> PackPlan:
+        return plan_packs(
+            self.lengths,
+            token_budget=self.config.token_budget,
+            max_batch_size=self.config.max_batch_size,
+            seed=self.config.run.seed,
+            epoch=epoch,
+        )
+
+    def _save(self, feed: Feed, reporter: Reporter) -> None:
+        number = self._number(self.done_steps)
+        position = feed.position(number)
+        state = {
+            "config": self.config.model_dump(mode="json"),
+            "config_digest": self.config.digest(),
+            "shape": self.inputs.shape.to_dict(),
+            "taps": list(self.inputs.facts.taps),
+            "num_target_layers": self.inputs.facts.num_layers,
+            "features": self.parts.key,
+            "epoch": position.epoch,
+            "next_pack": position.place,
+            "next_number": number,
+            "packs_per_step": self.share.packs_per_step,
+            "total_steps": self.plan.steps,
+            "seconds": reporter.seconds,
+            "provenance": provenance(),
+        }
+        # The buffers of the snapshot are in use until the last one is written.
+        self.writer.wait()
+        self.snapshot.begin()
+        self.writer.save(self.done_steps, self.snapshot.groups, state)
+        self._saved_step = self.done_steps
+        self.runlog.event("checkpoint", {"step": self.done_steps})
