@@ -157,8 +157,27 @@ class CtrlC:
 
     def __call__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
+        self.noticed()
+
+    def noticed(self) -> None:
+        """Returns when a SIGINT, whoever sent it, was noticed."""
         assert self._interrupted is not None, "there is no run"
         assert self._interrupted.wait(WAIT_S), "nobody noticed"
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """That of a process which imports this module, and is no part of a torchrun."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    here = Path(__file__).parent
+    kept["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+    return kept | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in variables.items()}
+
+
+def error_lines(err: str) -> list[str]:
+    """The lines of a command's stderr that say how it failed; it must hold no traceback."""
+    assert "Traceback" not in err, err
+    return [line for line in err.splitlines() if line.startswith("error:")]
 
 
 def worker_threads() -> list[str]:
