@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -37,14 +38,21 @@ def main() -> None:
     try:
         app()
     except DraftlineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        _leave(f"error: {error}", error.exit_code)
     except OSError as error:  # a full or vanished disk where no room expected it
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _leave(f"error: {error}", 1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        _leave("interrupted", 130)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(t.name.startswith(("target-", "drafter-")) for t in threading.enumerate()):
+        # A worker that hangs in a driver would keep the interpreter from ending.
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _quiet_transformers() -> None:
@@ -166,13 +174,14 @@ def train(
     from draftline.train.loop import train as run
 
     done = run(load_config(config, overrides or []), resume=resume, accept_changes=accept_changes)
+    saved = done.checkpoint or "the first machine's run directory"
     if done.interrupted:
         print(
-            f"interrupted at step {done.step} of {done.total}, saved in {done.checkpoint}; "
+            f"interrupted at step {done.step} of {done.total}, saved in {saved}; "
             f"continue with: draftline train {config} {' '.join(overrides or [])} --resume"
         )
         raise typer.Exit(130)
-    print(f"trained {done.step} steps in {done.seconds:.0f} s: {done.checkpoint}")
+    print(f"trained {done.step} steps in {done.seconds:.0f} s: {saved}")
 
 
 @app.command("eval")

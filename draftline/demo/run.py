@@ -42,6 +42,7 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     untrained = first_drafter(config, inputs, target, worker, choices)
     before = _evaluate(config, inputs, target, untrained.to(target.dtype), plain)
     trained = train(config, choices=choices, inputs=inputs, target=target)
+    assert trained.checkpoint is not None, "this is the first machine"
     restored = restore(trained.checkpoint)
     drafter = restored.drafter(target.device, target.dtype)
     log.info("evaluating the trained drafter")

@@ -23,6 +23,11 @@ from draftline.model.attention import dense_attention, fused_attention
 Rope = tuple[Tensor, Tensor]
 Mask = Tensor | BlockMask
 Extend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+Keep = Callable[[Tensor], Tensor]
+
+
+def _everything(rows: Tensor) -> Tensor:
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,9 @@ class Attention(nn.Module):
         keys = self.k_norm(self.k_proj(states).view(split)).transpose(1, 2)
         return rotate(keys, rope), self.v_proj(states).view(split).transpose(1, 2)
 
-    def forward(self, block: Tensor, rope: Rope, mask: Mask, layer: int, extend: Extend) -> Tensor:
+    def forward(
+        self, block: Tensor, rope: Rope, mask: Mask, layer: int, extend: Extend, keep: Keep
+    ) -> Tensor:
         split = (*block.shape[:-1], -1, self.head_dim)
         query = rotate(self.q_norm(self.q_proj(block).view(split)).transpose(1, 2), rope)
         keys, values = extend(layer, *self.keys_values(block, rope))
@@ -95,7 +102,8 @@ class Attention(nn.Module):
             output = dense_attention(query, keys, values, mask)
         else:
             output = fused_attention(query, keys, values, mask)
-        projected: Tensor = self.o_proj(output.transpose(1, 2).reshape(*block.shape[:-1], -1))
+        rows = output.transpose(1, 2).reshape(*block.shape[:-1], -1)
+        projected: Tensor = self.o_proj(keep(rows))
         return projected
 
 
@@ -134,8 +142,12 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
 
-    def forward(self, block: Tensor, rope: Rope, mask: Mask, layer: int, extend: Extend) -> Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), rope, mask, layer, extend)
+    def forward(
+        self, block: Tensor, rope: Rope, mask: Mask, layer: int, extend: Extend, keep: Keep
+    ) -> Tensor:
+        """Of the rows that `keep` selects; all of them serve as keys and values."""
+        attended = self.self_attn(self.input_layernorm(block), rope, mask, layer, extend, keep)
+        block = keep(block) + attended
         output: Tensor = block + self.mlp(self.post_attention_layernorm(block))
         return output
 
@@ -198,16 +210,27 @@ class Drafter(nn.Module):
         block_rope: Rope,
         full_mask: Mask,
         sliding_mask: Mask | None,
+        *,
+        predictions: bool = False,
     ) -> Tensor:
         """`forward` at given rotations: what is compiled, as a compiler would otherwise compute
-        every angle again in each kernel that rotates (1.4 ms a layer at 32,768 rows on an H200)."""
+        every angle again in each kernel that rotates (1.4 ms a layer at 32,768 rows on an H200).
+
+        With `predictions` only the slots that predict, `[anchors * (block_size - 1), hidden]`: past
+        its keys and values, the last layer has no use for the anchors' own rows.
+        """
         context = self.fuse(features)[None]
 
         def extend(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             context_keys, context_values = self._attention(layer).keys_values(context, context_rope)
             return torch.cat([context_keys, keys], 2), torch.cat([context_values, values], 2)
 
-        return self._stack(block[None], block_rope, full_mask, sliding_mask, extend)[0]
+        def predicting(rows: Tensor) -> Tensor:
+            blocks = rows.view(rows.shape[0], -1, self.shape.block_size, rows.shape[-1])
+            return blocks[:, :, 1:].flatten(1, 2)
+
+        last = predicting if predictions else _everything
+        return self._stack(block[None], block_rope, full_mask, sliding_mask, extend, last)[0]
 
     def draft(
         self,
@@ -248,13 +271,15 @@ class Drafter(nn.Module):
         full_mask: Mask,
         sliding_mask: Mask | None,
         extend: Extend,
+        last: Keep = _everything,
     ) -> Tensor:
         for index, layer in enumerate(self.layers):
             mask = full_mask
             if index < self.shape.sliding_layers:
                 assert sliding_mask is not None, "sliding layers need their own mask"
                 mask = sliding_mask
-            block = layer(block, rope, mask, index, extend)
+            keep = last if index == self.shape.num_layers - 1 else _everything
+            block = layer(block, rope, mask, index, extend, keep)
         output: Tensor = self.norm(block)
         return output
 

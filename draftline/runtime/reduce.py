@@ -96,9 +96,10 @@ class Reducer:
         self._ready = [torch.cuda.Event() for b in buffers if b.is_cuda]  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event() if lead.is_cuda else None  # type: ignore[no-untyped-call]
         self._sums: list[Checksum] = [(0, 0)] * len(buffers)
-        self._arrive = threading.Barrier(len(buffers), timeout=deadline_s)
-        # Twice, because drafter 0 may itself wait a deadline for another machine.
-        self._leave = threading.Barrier(len(buffers), timeout=2 * deadline_s)
+        # Twice, so that whoever watches the workers, and sees which one is stuck, speaks first; and
+        # once more, because drafter 0 may itself wait a deadline for another machine.
+        self._arrive = threading.Barrier(len(buffers), timeout=2 * deadline_s)
+        self._leave = threading.Barrier(len(buffers), timeout=3 * deadline_s)
         self._lock = threading.Lock()
         self._arrived: dict[int, str] = {}
         self._stopped = False
@@ -177,14 +178,14 @@ class Reducer:
     def _who_is_missing(self, what: str) -> str:
         if not self._arrived:
             return (
-                f"drafter 0 did not finish {what} within {2 * self._deadline_s:g} s; another machine "
+                f"drafter 0 did not finish {what} within {3 * self._deadline_s:g} s; another machine "
                 "may have stopped: read its log"
             )
         names = {rank: f"drafter {rank} ({b.device})" for rank, b in enumerate(self._buffers)}
         here = [name for rank, name in names.items() if rank in self._arrived]
         missing = [name for rank, name in names.items() if rank not in self._arrived]
         return (
-            f"{', '.join(here)} waited {self._deadline_s:g} s for {what}; missing: "
+            f"{', '.join(here)} waited {2 * self._deadline_s:g} s for {what}; missing: "
             f"{', '.join(missing) or 'none, the last one came too late'}. It is stuck or its steps take "
             "longer than that; read its last events, or raise topology.deadline_s"
         )

@@ -33,7 +33,8 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker does since `since` (monotonic seconds); `waiting` for somebody else or not."""
+    """What a worker does since `since` (monotonic seconds), `waiting` for somebody else or not. The
+    `step` counts from 1, as logs and checkpoints do."""
 
     what: str
     step: int
@@ -98,6 +99,7 @@ class Crew(AbstractContextManager["Crew"]):
         self.on_stop: list[Callable[[], None]] = []
         self._deadline_s = deadline_s
         self._threads: list[threading.Thread] = []
+        self._closed = False
         self._failure: tuple[Worker, Activity, BaseException] | None = None
         self._lock = threading.Lock()
 
@@ -142,9 +144,8 @@ class Crew(AbstractContextManager["Crew"]):
     def close(self) -> None:
         """Stops and joins the workers; raises the first failure."""
         self.stop()
-        end = time.monotonic() + _GRACE_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        self._join(0.0 if self._closed else _GRACE_S)
+        self._closed = True
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left:
             log.warning("left behind without an answer: %s", ", ".join(left))
@@ -158,11 +159,6 @@ class Crew(AbstractContextManager["Crew"]):
             self.stopping.set()
         for call in self.on_stop:
             call()
-
-    @property
-    def hangs(self) -> bool:
-        """Whether a worker could not be ended: the process then has to leave without it."""
-        return any(thread.is_alive() for thread in self._threads)
 
     def _fail(self, worker: Worker, error: BaseException) -> None:
         with self._lock:
@@ -197,11 +193,8 @@ class Crew(AbstractContextManager["Crew"]):
         if isinstance(error, DraftlineError):
             raise type(error)(f"{where}: {error}") from error
         if isinstance(error, torch.OutOfMemoryError):
-            raise RunError(
-                f"{where}: out of memory: {str(error).splitlines()[0]}. Lower max_anchors, "
-                "token_budget, loss.chunk_rows or topology.slots, then continue with --resume"
-            ) from error
-        raise RunError(f"{where}: {type(error).__name__}: {error}") from error
+            raise out_of_memory(where, error) from error
+        raise RunError(f"{where}: {type(error).__name__}: {_first_line(error)}") from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -210,5 +203,23 @@ class Crew(AbstractContextManager["Crew"]):
             self.close()
             return
         self.stop()
+        # Who is left after `close` had its grace; a second Ctrl-C waits for nobody.
+        at_once = self._closed or kind is KeyboardInterrupt
+        self._join(_LOOK_S if at_once else _GRACE_S)
+
+    def _join(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(_GRACE_S / len(self._threads))
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def out_of_memory(where: str, error: torch.OutOfMemoryError) -> RunError:
+    """What a run says when a device is full."""
+    return RunError(
+        f"{where}: out of memory: {_first_line(error)} Lower max_anchors, token_budget, "
+        "loss.chunk_rows or topology.slots, then continue with --resume"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -6,15 +6,17 @@ import contextlib
 import logging
 from pathlib import Path
 
+import torch
+
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.conversations import write_rejects
-from draftline.errors import DraftlineError
 from draftline.model.target import Target
 from draftline.runlog import RunLog, provenance, source_diff
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import visible_devices
 from draftline.runtime.nodes import Nodes
+from draftline.runtime.workers import out_of_memory
 from draftline.train.inputs import Inputs, prepare
 from draftline.train.placement import device_type
 from draftline.train.resume import find_checkpoint
@@ -47,9 +49,11 @@ def train(
     with nodes or contextlib.nullcontext():
         try:
             return _train(config, resume, accept_changes, choices, inputs, target, nodes)
-        except DraftlineError as error:
+        except Exception as error:
             if nodes is not None:
                 nodes.fail(str(error))
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory("before the first step", error) from error
             raise
 
 

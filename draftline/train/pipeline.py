@@ -144,9 +144,9 @@ class Pipeline:
         self._settle(worker)
         ahead, meter = RunAhead(_AHEAD), self.target_waits[index]
         while (job := self._feed.next()) is not None:
-            worker.doing("target forward", job.step)
+            worker.doing("target forward", job.step + 1)
             self._feature_pack(worker, index, features, stager, job)
-            worker.doing("hand-over", job.step)
+            worker.doing("hand-over", job.step + 1)
             ring = self.rings[job.drafter]
             with meter.measure(worker):
                 slot = ring.acquire(job.sequence, worker)
@@ -192,6 +192,7 @@ class Pipeline:
                 self._compare(worker, index, number)
             ahead.mark(worker)
             if lead:
+                worker.doing("checkpoint", number)
                 self._duties.finished(number)
         if pending is not None:
             self._report(worker, index, pending)
@@ -214,9 +215,10 @@ class Pipeline:
         step, ring = self._steps[index], self.rings[index]
         devices = (worker.device,)
         for _ in range(self._accumulate):
+            worker.doing("taking a pack", number + 1)
             with self.drafter_waits[index].measure(worker):
                 slot = ring.take(worker)
-            worker.doing("forward and backward", number)
+            worker.doing("forward and backward", number + 1)
             with self._turn(worker, devices), self._gate.running():
                 step.stage(slot.tensors)
                 pack = slot.number
@@ -225,12 +227,13 @@ class Pipeline:
                 if self._together:
                     step.update()
         if not self._together:
-            self._reduce(worker, index, number)
-            worker.doing("update", number)
+            self._reduce(worker, index, number + 1)
+            worker.doing("update", number + 1)
             with self._turn(worker, devices), self._gate.running():
                 step.update()
 
     def _report(self, worker: Worker, index: int, step: int) -> None:
+        worker.doing("report", step)
         self._boundary.give(step, self._steps[index].totals.finish_read())
         if index == 0:
             self._duties.report(step, self._boundary.collect(step, worker))

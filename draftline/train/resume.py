@@ -18,6 +18,8 @@ _FREE_KEYS = (
     "run.device",
     "topology.",
     "evaluate.",
+    # Compared as a number of packs, which workers and this key make together.
+    "train.packs_per_step",
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",

@@ -46,10 +46,11 @@ _NEWS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How a run ended: `step` of `total`, whether it was interrupted, and its last checkpoint."""
+    """How a run ended: `step` of `total`, whether it was interrupted, and its last checkpoint, which
+    the first machine alone has."""
 
     run_dir: Path
-    checkpoint: Path
+    checkpoint: Path | None
     step: int
     total: int
     interrupted: bool
@@ -190,9 +191,14 @@ class Run:
                 seconds = round(time.perf_counter() - self._created, 2)
                 self.runlog.event("sealed", {"graphs": rows, "seconds": seconds})
 
-            pipeline.run(look, sealed)
+            try:
+                pipeline.run(look, sealed)
+            except Exception:
+                # A checkpoint that is being written is finished; a second Ctrl-C waits for nothing.
+                self._end_writing()
+                raise
         reporter.say_memory(self.runlog)
-        return self._finish(feed, reporter, interrupted.is_set() and self.done_steps < total)
+        return self._finish(feed, reporter, self.done_steps < total)
 
     def _duties(self, feed: Feed, reporter: Reporter, interrupted: threading.Event) -> Duties:
         train, total = self.config.train, self.plan.steps
@@ -270,23 +276,31 @@ class Run:
     def _finish(self, feed: Feed, reporter: Reporter, interrupted: bool) -> Trained:
         seconds = reporter.seconds
         if self._writes:
-            self.writer.wait()
-            if self._saved_step != self.done_steps or self.writer.failure is not None:
+            failure = self._end_writing()
+            if self._saved_step != self.done_steps or failure is not None:
                 self._save(feed, reporter)
-                self.writer.wait()
-            if self.writer.failure is not None or self.writer.last is None:
-                raise CheckpointError(f"the run's last state is lost: {self.writer.failure}")
+                failure = self._end_writing()
+            if failure is not None or self.writer.last is None:
+                raise CheckpointError(f"the run's last state is lost: {failure}")
         self.runlog.event(
             "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}
         )
         return Trained(
             run_dir=self.runlog.directory,
-            checkpoint=self.writer.last or self.writer.directory,
+            checkpoint=self.writer.last,
             step=self.done_steps,
             total=self.plan.steps,
             interrupted=interrupted,
             seconds=seconds,
         )
+
+    def _end_writing(self) -> Exception | None:
+        """Waits for the checkpoint that is being written; returns why it could not be."""
+        try:
+            self.writer.wait()
+        except Exception as error:
+            return error
+        return self.writer.failure
 
     def _packs_of(self, epoch: int) -> PackPlan:
         return plan_packs(

@@ -79,7 +79,9 @@ def compile_kernels(
         full_mask: Mask,
         sliding_mask: Mask | None,
     ) -> Tensor:
-        return drafter.states(features, block, context_rope, block_rope, full_mask, sliding_mask)
+        return drafter.states(
+            features, block, context_rope, block_rope, full_mask, sliding_mask, predictions=True
+        )
 
     passes = build_loss_kernels(spec.loss, drafted.head)
     return StepKernels(
@@ -217,7 +219,7 @@ class TrainStep:
             target_hidden = pack.features[:, self._taps_width :][blocks.index[:, :-1]]
         labels = self._kernels.draft_id[blocks.labels]
         return head_loss(
-            hidden.view(*blocks.labels.shape, -1),
+            hidden.view(-1, shape.block_size - 1, hidden.shape[-1]),
             target_hidden,
             ends.head,
             labels.clamp_min(0),

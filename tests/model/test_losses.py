@@ -47,7 +47,7 @@ class Case:
 
     def run(self, spec: LossSpec, hidden: Tensor, kernels: LossKernels | None = None) -> LossResult:
         return head_loss(
-            hidden,
+            hidden[:, 1:],
             self.target_hidden if spec.soft_labels else None,
             self.head,
             self.labels,
@@ -256,7 +256,7 @@ def test_of_equal_logits_the_first_is_chosen() -> None:
     for label in range(6):
         labels = torch.full((40, 4), label)
         result = head_loss(
-            hidden,
+            hidden[:, 1:],
             None,
             head,
             labels,

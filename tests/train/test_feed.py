@@ -132,6 +132,27 @@ def test_the_packs_of_an_epoch_are_asked_for_when_they_are_needed() -> None:
     assert asked == [0, 1]
 
 
+def test_who_asks_while_an_epoch_is_planned_waits_for_it() -> None:
+    planning, planned = threading.Event(), threading.Event()
+
+    def slowly(epoch: int) -> Sequence[Pack]:
+        planning.set()
+        assert planned.wait(30)
+        return packs_of(epoch)
+
+    feed = Feed(slowly, Share(1), START, first_step=0, total_steps=4)
+    got: list[Job | None] = []
+    threads = [threading.Thread(target=lambda: got.append(feed.next())) for _ in range(2)]
+    threads[0].start()
+    assert planning.wait(30)
+    threads[1].start()
+    threads[1].join(0.1)  # where it does not wait it has ended by now, with an error
+    planned.set()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(job.number for job in got if job is not None) == [0, 1]
+
+
 def test_threads_that_ask_together_get_every_job_once() -> None:
     feed = Feed(packs_of, Share(2, accumulate=2), START, first_step=0, total_steps=200)
     found: list[list[Job]] = [[] for _ in range(4)]
