@@ -1,6 +1,6 @@
 """Trains a small drafter with 5 + 3 workers on two GPUs for some minutes, then stops it with Ctrl-C.
 
-    python bench/soak.py [--seconds 600] [--out FILE]
+    python bench/soak.py [--seconds 600] [--within S] [--out FILE]
 
 The run is `draftline train` on random weights with checkpoints and logs; device memory is read beside
 it once a second with nvidia-smi. Prints whether anything moved between the seal and the end.
@@ -46,7 +46,12 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def soak(scratch: Path, seconds: float, cuda: bool) -> dict:
+def _mean(metrics: list[dict], name: str) -> float | None:
+    return statistics.mean(m[name] for m in metrics) if metrics else None
+
+
+def soak(scratch: Path, seconds: float, within: float, cuda: bool) -> dict:
+    end = time.time() + within
     target = make_target(scratch / "target")
     run = scratch / "run"
     settings = SETTINGS | (TOPOLOGY if cuda else ON_CPU | {"train.steps": 10_000})
@@ -66,7 +71,7 @@ def soak(scratch: Path, seconds: float, cuda: bool) -> dict:
             sealed = now
         if cuda:
             samples.append((now, device_mib()))
-        if sealed is not None and now - sealed > seconds:
+        if now > end or (sealed is not None and now - sealed > seconds):
             process.send_signal(signal.SIGINT)
             break
         time.sleep(1.0)
@@ -80,8 +85,8 @@ def soak(scratch: Path, seconds: float, cuda: bool) -> dict:
         "steps": metrics[-1]["step"] if metrics else 0,
         "seconds": metrics[-1]["seconds"] if metrics else 0,
         "tokens_per_s": statistics.median(m["tokens_per_s"] for m in metrics) if metrics else None,
-        "targets_waited_pct": statistics.mean(m["targets_waited_pct"] for m in metrics),
-        "drafters_waited_pct": statistics.mean(m["drafters_waited_pct"] for m in metrics),
+        "targets_waited_pct": _mean(metrics, "targets_waited_pct"),
+        "drafters_waited_pct": _mean(metrics, "drafters_waited_pct"),
         "loss_first_last": [metrics[0]["loss"], metrics[-1]["loss"]] if metrics else None,
         "checkpoints": sum(e["event"] == "checkpoint" for e in events),
         "memory": [e for e in events if e["event"] == "memory"],
@@ -94,11 +99,12 @@ def soak(scratch: Path, seconds: float, cuda: bool) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--within", type=float, default=1e9, help="seconds with the warm-up")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as name:
-        found = soak(Path(name), arguments.seconds, cuda)
+        found = soak(Path(name), arguments.seconds, arguments.within, cuda)
     found |= describe(torch.device("cuda", 0) if cuda else torch.device("cpu"))
     print(json.dumps(found, indent=1))
     if arguments.out:
