@@ -2,8 +2,8 @@
 
     python bench/launches.py TOPOLOGY [--launches 10] [--together 5] [--ungated] [--out FILE]
 
-TOPOLOGY is `1+3` (all on cuda:0), `2+3` (targets on cuda:0 and cuda:1, drafters on cuda:0, cuda:1,
-cuda:1), `1+2` (a GPU a drafter: NCCL), `span` (one target over both GPUs), or `cpu`. With --ungated the
+TOPOLOGY is `1x3` (all on cuda:0), `2x3` (targets on cuda:0 and cuda:1, drafters on cuda:0, cuda:1,
+cuda:1), `1x2` (a GPU a drafter: NCCL), `span` (one target over both GPUs), or `cpu`. With --ungated the
 same program runs without the compile gate's order: every worker warms up at once, as if nobody had
 thought of it.
 """
@@ -24,9 +24,9 @@ import torch
 from machine import describe
 
 TOPOLOGIES = {
-    "1+3": ("cuda:0", "cuda:0,cuda:0,cuda:0"),
-    "2+3": ("cuda:0,cuda:1", "cuda:0,cuda:1,cuda:1"),
-    "1+2": ("cuda:0", "cuda:0,cuda:1"),
+    "1x3": ("cuda:0", "cuda:0,cuda:0,cuda:0"),
+    "2x3": ("cuda:0,cuda:1", "cuda:0,cuda:1,cuda:1"),
+    "1x2": ("cuda:0", "cuda:0,cuda:1"),
     "span": ("cuda:0+cuda:1", "cuda:1"),
     "cpu": ("cpu", "cpu,cpu,cpu"),
 }

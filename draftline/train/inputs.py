@@ -186,8 +186,11 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())
     # Of the target its weights count, not its path: files may move, or change behind a name. Some
     # values of every tensor are enough, since any further training moves nearly all of them.
-    some = [p.detach().flatten()[:: max(1, p.numel() // 64)].float() for p in target.parameters()]
-    digest.update(torch.cat(some).cpu().numpy().tobytes())
+    # On the host before they are joined: a target may span devices.
+    some = [
+        p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu() for p in target.parameters()
+    ]
+    digest.update(torch.cat(some).numpy().tobytes())
     for sample in samples:
         digest.update(sample.input_ids.tobytes())
         digest.update(b"|")
