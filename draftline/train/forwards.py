@@ -139,6 +139,10 @@ class TargetForwards:
         if self._warmed:
             return
         self._warmed = True
+        if self.device.type != "cuda":
+            # Nothing is captured, and no allocator keeps what a shape took.
+            self._decide(partial(measure, lambda: None, self.device))
+            return
         captured: bool | None = None
         for shape in sorted(self._forwards, key=lambda s: -s[0] * s[1]):
             forward = self._forwards[shape]

@@ -70,6 +70,7 @@ class Run:
         nodes: Nodes | None,
         target: Target | None,
     ) -> None:
+        self._created = time.perf_counter()
         self.config, self.inputs, self.runlog = config, inputs, runlog
         self.gate, self.nodes = gate, nodes
         machines = 1 if nodes is None else nodes.count
@@ -120,7 +121,6 @@ class Run:
         self.first_step = self.done_steps = 0
         self._saved_step: int | None = None
         self._spent_before = 0.0
-        self._created = time.perf_counter()
         self._looked_for_news = time.monotonic()
 
     def load(self, checkpoint: Checkpoint | None, accept_changes: bool) -> None:

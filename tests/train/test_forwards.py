@@ -111,11 +111,9 @@ def test_without_the_last_hidden_state_only_the_trunk_runs_and_only_in_known_sha
     lean = forwards(target, last_hidden=False)
     lean.row.fill_(3.0)
     lean.warm()
-    # Every shape once, the largest first, and no row was touched.
-    assert [math.prod(shape) for shape, _ in calls] == [48, 40, 32, 12]
+    # On a CPU there is nothing to warm, and no row was touched.
+    assert not calls
     assert bool((lean.row == 3.0).all())
-    lean.warm()
-    assert len(calls) == len(TABLE.shapes)
     for pack in PACKS:
         lean.run(samples, pack)
     assert {shape for shape, _ in calls} <= set(TABLE.shapes)
@@ -191,6 +189,8 @@ def test_on_cuda_the_largest_shape_decides_for_all(
     worker.warm(measure)
     assert timed == [(4, 12)]
     assert set(shapes) == set(TABLE.shapes)
+    areas = [math.prod(shape) for shape in shapes]
+    assert areas == sorted(areas, reverse=True), "the largest shape takes the memory of all"
     assert len(set(captured)) == (len(TABLE.shapes) if got == "captured" else 0)
     (choice,) = choices.entries
     assert (choice.what, choice.wanted, choice.got) == ("target forwards", capture, got)
