@@ -30,7 +30,7 @@ from draftline.runtime.compile_fault import EAGER_FLEX, explain
 from draftline.runtime.compile_watch import Compiled, CompileWatch
 from draftline.runtime.exclusive import Exclusive
 from draftline.runtime.tracing_state import check_tracing_state, tracing_scope
-from draftline.runtime.warmup import CacheCounts, WarmRow, heartbeat, outcome, table_lines
+from draftline.runtime.warmup import CacheCounts, GraphRow, WarmRow, heartbeat, outcome, table_lines
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -91,6 +91,11 @@ class CompileGate(AbstractContextManager["CompileGate"]):
     def compiles(self) -> int:
         """Compiles of the process since the first `compile`, backward ones included."""
         return self._watch.compiles
+
+    @property
+    def graphs(self) -> list[GraphRow]:
+        """Every compile so far, by function, device and part."""
+        return self._watch.graphs
 
     # Opening and closing
 
@@ -236,8 +241,8 @@ class CompileGate(AbstractContextManager["CompileGate"]):
         return [(entry.name, entry.device) for entry in self._compiled if not entry.called]
 
     def table(self) -> list[str]:
-        """What was warmed, as the lines of an aligned table; the last one is the coverage."""
-        return table_lines(self.rows, self.cold())
+        """What was compiled and warmed, as the lines of an aligned table; the last is the coverage."""
+        return table_lines(self.rows, self.graphs, self.cold())
 
     def seal(self) -> None:
         """From here a compile is an error, in every thread of the process. Logs the table.

@@ -30,6 +30,17 @@ class WarmRow:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphRow:
+    """One compile: the `forward` or `backward` part of a function."""
+
+    name: str
+    device: str
+    part: str
+    outcome: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class CacheCounts:
     """Graphs so far that came from inductor's cache, and those that had to be generated."""
 
@@ -57,19 +68,22 @@ def outcome(compiles: int, before: CacheCounts, after: CacheCounts, *, captured:
     return CACHE_HIT if hit else COMPILED
 
 
-def table_lines(rows: Sequence[WarmRow], cold: Sequence[tuple[str, str]]) -> list[str]:
-    """Aligned lines: a head, a line a row, one for each of `cold` (name, device), the coverage."""
-    cells = [("graph", "device", "outcome", "compiles", "seconds")]
+def table_lines(
+    rows: Sequence[WarmRow], graphs: Sequence[GraphRow], cold: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Aligned lines: a head, a line a compile, one a warm-up, one for each of `cold` (name, device),
+    and the coverage."""
+    cells = [("graph", "device", "part", "outcome", "seconds")]
+    cells += [(g.name, g.device, g.part, g.outcome, f"{g.seconds:.1f}") for g in graphs]
     for row in rows:
         said = f"{row.outcome}, late" if row.late else row.outcome
-        cells.append((row.name, row.device, said, str(row.compiles), f"{row.seconds:.1f}"))
-    cells += [(name, device, "never called", "0", "-") for name, device in cold]
+        cells.append((row.name, row.device, "whole", said, f"{row.seconds:.1f}"))
+    cells += [(name, device, "-", "never called", "-") for name, device in cold]
     widths = [max(len(line[column]) for line in cells) for column in range(5)]
     lines = []
     for line in cells:
-        texts = [text.ljust(width) for text, width in zip(line[:3], widths[:3], strict=True)]
-        numbers = [text.rjust(width) for text, width in zip(line[3:], widths[3:], strict=True)]
-        lines.append("  ".join(texts + numbers))
+        texts = [text.ljust(width) for text, width in zip(line[:4], widths[:4], strict=True)]
+        lines.append("  ".join([*texts, line[4].rjust(widths[4])]))
     seconds = sum(row.seconds for row in rows)
     lines.append(f"{len(rows)} of {len(rows) + len(cold)} warmed in {seconds:.1f} s")
     return lines

@@ -187,9 +187,12 @@ class Run:
             def sealed() -> None:
                 waits = {"targets": pipeline.target_waits, "drafters": pipeline.drafter_waits}
                 reporter.begin(MemoryBaseline(self.plan.placement.devices), waits)
-                rows = [asdict(row) for row in self.gate.rows]
-                seconds = round(time.perf_counter() - self._created, 2)
-                self.runlog.event("sealed", {"graphs": rows, "seconds": seconds})
+                facts = {
+                    "compiled": [asdict(graph) for graph in self.gate.graphs],
+                    "warmed": [asdict(row) for row in self.gate.rows],
+                    "seconds": round(time.perf_counter() - self._created, 2),
+                }
+                self.runlog.event("sealed", facts)
 
             try:
                 pipeline.run(look, sealed)

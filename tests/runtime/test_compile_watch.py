@@ -51,3 +51,19 @@ def test_what_another_thread_compiles_is_not_this_ones() -> None:
         other.start()
         other.join()
     assert watch.late == ["DYNAMO of a function unknown here (5/0)"]
+
+
+def test_every_compile_is_recorded_with_its_part() -> None:
+    watch = CompileWatch()
+    with watch.inside(DRAFTER):
+        watch.on_compile(compile_of("DYNAMO", "0/0"))
+        watch.on_compiled(compile_of("DYNAMO", "0/0"))
+    watch.on_compile(compile_of("LAZY_BACKWARD", "0/0"))
+    watch.on_compiled(compile_of("LAZY_BACKWARD", "0/0"))
+    watch.on_compiled("an end whose begin was before the watch")
+    found = [(g.name, g.device, g.part, g.outcome) for g in watch.graphs]
+    assert found == [
+        ("drafter", "cuda:0", "forward", "compiled"),
+        ("drafter", "cuda:0", "backward", "compiled"),
+    ]
+    assert all(g.seconds >= 0 for g in watch.graphs)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftline.runtime.warmup import CacheCounts, WarmRow, heartbeat, outcome, table_lines
+from draftline.runtime.warmup import CacheCounts, GraphRow, WarmRow, heartbeat, outcome, table_lines
 
 NONE = CacheCounts(0, 0)
 
@@ -54,17 +54,23 @@ def test_the_table_is_aligned_and_ends_with_the_coverage() -> None:
         WarmRow("drafter forward+backward", "cuda:0", "compiled", 4, 61.04),
         WarmRow("step", "cuda:11", "captured", 0, 1.25, late=True),
     ]
-    assert table_lines(rows, [("head", "cuda:0")]) == [
-        "graph                     device   outcome         compiles  seconds",
-        "drafter forward+backward  cuda:0   compiled               4     61.0",
-        "step                      cuda:11  captured, late         0      1.2",
-        "head                      cuda:0   never called           0        -",
+    graphs = [
+        GraphRow("drafter", "cuda:0", "forward", "compiled", 31.04),
+        GraphRow("drafter", "cuda:0", "backward", "cache hit", 0.25),
+    ]
+    assert table_lines(rows, graphs, [("head", "cuda:0")]) == [
+        "graph                     device   part      outcome         seconds",
+        "drafter                   cuda:0   forward   compiled           31.0",
+        "drafter                   cuda:0   backward  cache hit           0.2",
+        "drafter forward+backward  cuda:0   whole     compiled           61.0",
+        "step                      cuda:11  whole     captured, late      1.2",
+        "head                      cuda:0   -         never called          -",
         "2 of 3 warmed in 62.3 s",
     ]
 
 
 def test_a_table_of_nothing_still_says_so() -> None:
-    assert table_lines([], [])[-1] == "0 of 0 warmed in 0.0 s"
+    assert table_lines([], [], [])[-1] == "0 of 0 warmed in 0.0 s"
 
 
 class Beats(logging.Handler):
