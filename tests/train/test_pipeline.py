@@ -245,7 +245,7 @@ def test_everything_is_warm_before_anything_runs(run: Run, monkeypatch: pytest.M
     assert order[:4] == [f"warm {name}" for name in names]
     assert set(order[4:]) == {"run"}
     [sealed] = [event for event in events(done.run_dir) if event["event"] == "sealed"]
-    assert [row["name"] for row in sealed["graphs"]] == [
+    assert [row["name"] for row in sealed["warmed"]] == [
         "drafter-0 step",
         "drafter-1 step",
         "target-0",
