@@ -13,12 +13,12 @@ import torch
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.model.losses import LossSpec
-from draftline.model.target import Target, load_target
+from draftline.model.target import Target
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import keep_float32_exact
 from draftline.runtime.graphs import GraphPool
 from draftline.train.features import FeatureCache, FeatureWorker
-from draftline.train.inputs import Inputs, feature_key
+from draftline.train.inputs import Inputs, feature_key, open_target
 from draftline.train.optim import OptimizerSpec
 from draftline.train.placement import Placement
 from draftline.train.plan import Plan
@@ -86,7 +86,7 @@ def assemble(
     placement = plan.placement
     keep_float32_exact(placement.devices)
     if target is None or target.devices != placement.targets[0]:
-        target = _load(config, placement.targets[0], choices)
+        target = open_target(config, choices, placement.targets[0])
     key = feature_key(config, inputs.samples, target)
     devices = list(dict.fromkeys(placement.drafters))
     ends = {device: target.ends(device) for device in devices}
@@ -124,18 +124,6 @@ def assemble(
     return Parts(features, steps, key)
 
 
-def _load(config: Config, devices: tuple[torch.device, ...], choices: Choices) -> Target:
-    return load_target(
-        config.target.path,
-        device=devices[0] if len(devices) == 1 else devices,
-        dtype=config.target.dtype,
-        taps=config.target.tap_layers,
-        num_taps=config.target.num_taps,
-        trust_remote_code=config.target.trust_remote_code,
-        choices=choices,
-    )
-
-
 def _replicas(
     config: Config, target: Target, placement: Placement, choices: Choices
 ) -> list[Target]:
@@ -146,7 +134,7 @@ def _replicas(
             same = next((t for t in found if t.devices == devices), target)
             found.append(same.replica(devices[0]))
         else:
-            found.append(_load(config, devices, choices))
+            found.append(open_target(config, choices, devices))
     return found
 
 

@@ -24,12 +24,12 @@ from draftline.config import Config
 from draftline.config_file import build_config
 from draftline.data.packing import plan_packs
 from draftline.data.tokens import Sample
-from draftline.model.facts import TargetFacts, read_facts
+from draftline.model.facts import TargetFacts
 from draftline.model.init import build_shape
 from draftline.model.target import Target
 from draftline.runtime.devices import synchronize, visible_devices
 from draftline.train.bench_step import bench_step
-from draftline.train.inputs import Inputs
+from draftline.train.inputs import Inputs, open_facts
 from draftline.train.loop import train
 from draftline.train.placement import Placement, device_type, place
 from draftline.train.start import feature_worker
@@ -86,14 +86,7 @@ def bench_pipeline(config: Config, *, steps: int) -> PipelineBench:
     """Runs `steps` steps as `config` places them; raises the errors of such a run."""
     choices = Choices()
     available = visible_devices()
-    facts = read_facts(
-        config.target.path,
-        dtype=config.target.dtype,
-        taps=config.target.tap_layers,
-        num_taps=config.target.num_taps,
-        trust_remote_code=config.target.trust_remote_code,
-        device_type=device_type(config, available),
-    )
+    facts = open_facts(config, device_type(config, available))
     placement = place(config, facts, available, choices)
     inputs = _inputs(config, facts)
     target = _random_target(config, placement, facts)

@@ -22,7 +22,7 @@ from draftline.choices import Choices
 from draftline.config import Config
 from draftline.errors import DeviceError
 from draftline.model.drafter import Drafter
-from draftline.model.facts import TargetFacts, read_facts
+from draftline.model.facts import TargetFacts
 from draftline.model.head import Head, TargetEnds
 from draftline.model.init import build_shape
 from draftline.runtime.compiled import CompileGate
@@ -30,6 +30,7 @@ from draftline.runtime.devices import describe_device, pick_device, synchronize
 from draftline.runtime.graphs import GraphPool
 from draftline.runtime.memory import MemoryBaseline, MemoryChange
 from draftline.train.assemble import step_spec
+from draftline.train.inputs import open_facts
 from draftline.train.pack_tensors import PackTensors
 from draftline.train.step import TrainStep, compile_kernels
 from draftline.train.work import step_flops
@@ -108,14 +109,7 @@ def bench_step(config: Config, *, steps: int, profile: bool) -> StepBench:
     """Times the step of `config` on `run.device`; raises the errors of a run that cannot start."""
     choices = Choices(strict=True)
     device = pick_device(config.run.device, choices)
-    facts = read_facts(
-        config.target.path,
-        dtype=config.target.dtype,
-        taps=config.target.tap_layers,
-        num_taps=config.target.num_taps,
-        trust_remote_code=config.target.trust_remote_code,
-        device_type=device.type,
-    )
+    facts = open_facts(config, device.type)
     with CompileGate(choices) as gate:
         began = time.perf_counter()
         step = _build(config, facts, device, gate)

@@ -70,11 +70,27 @@ class Inputs:
         return text
 
 
-def open_target(config: Config, choices: Choices, device: torch.device | None = None) -> Target:
-    """The target of `config`, on `device` or on the one that run.device says."""
+def open_facts(config: Config, device_type: str) -> TargetFacts:
+    """The facts of the target of `config`, for workers on `device_type`; loads no weight."""
+    return read_facts(
+        config.target.path,
+        dtype=config.target.dtype,
+        taps=config.target.tap_layers,
+        num_taps=config.target.num_taps,
+        trust_remote_code=config.target.trust_remote_code,
+        device_type=device_type,
+    )
+
+
+def open_target(
+    config: Config, choices: Choices, devices: Sequence[torch.device] | None = None
+) -> Target:
+    """The target of `config`, over `devices` or on the one that run.device says."""
+    if devices is None:
+        devices = (pick_device(config.run.device, choices),)
     return load_target(
         config.target.path,
-        device=device or pick_device(config.run.device, choices),
+        device=devices[0] if len(devices) == 1 else devices,
         dtype=config.target.dtype,
         taps=config.target.tap_layers,
         num_taps=config.target.num_taps,
@@ -98,13 +114,8 @@ def prepare(
     reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
     for note, count in reading.notes.items():
         log.info("data: %d x %s", count, note)
-    facts = read_facts(
-        config.target.path,
-        dtype=config.target.dtype,
-        taps=config.target.tap_layers,
-        num_taps=config.target.num_taps,
-        trust_remote_code=config.target.trust_remote_code,
-        device_type=device_type(config, visible_devices() if available is None else available),
+    facts = open_facts(
+        config, device_type(config, visible_devices() if available is None else available)
     )
     estimated = facts.tokenizer is None
     if not estimated:
