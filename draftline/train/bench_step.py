@@ -82,7 +82,7 @@ class StepBench:
             f"{'changed MiB':>12} {'calls/step':>11}",
         ]
         modes = {
-            "compiled": (self.compiled, _COMPILED_STEPS),
+            ("compiled" if self.captured else "eager"): (self.compiled, _COMPILED_STEPS),
             "captured": (self.captured, self.steps),
         }
         for name, (times, steps) in modes.items():
