@@ -15,9 +15,9 @@ import torch
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.packing import PackPlan, plan_packs
-from draftline.errors import CheckpointError, RunError
+from draftline.errors import RunError
 from draftline.model.target import Target
-from draftline.runlog import RunLog, provenance
+from draftline.runlog import RunLog
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import describe_device, visible_devices
 from draftline.runtime.memory import MemoryBaseline
@@ -26,7 +26,7 @@ from draftline.runtime.reduce import Reducer
 from draftline.runtime.workers import Crew
 from draftline.train.assemble import assemble
 from draftline.train.boundary import Duties
-from draftline.train.checkpoint import Checkpoint, CheckpointWriter
+from draftline.train.checkpoint import Checkpoint
 from draftline.train.feed import Feed, Position, Share
 from draftline.train.inputs import Inputs
 from draftline.train.interrupts import interrupts
@@ -35,7 +35,8 @@ from draftline.train.placement import place
 from draftline.train.plan import plan_run
 from draftline.train.reporter import Reporter, Scale
 from draftline.train.resume import check_state, share_state
-from draftline.train.snapshot import Snapshot, load_state
+from draftline.train.saver import Saver
+from draftline.train.snapshot import load_state
 from draftline.train.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -109,17 +110,16 @@ class Run:
             machines=machines,
             rank=0 if nodes is None else nodes.rank,
         )
-        lead = self.parts.steps[0]
-        fixed = {"feature_scale": lead.drafter.feature_scale}
-        if inputs.token_ids is not None:
-            fixed["token_ids"] = inputs.token_ids
-        self.snapshot = Snapshot(lead.optimizer, fixed)
-        self.writer = CheckpointWriter(
-            runlog.directory / "checkpoints", config.train.keep_checkpoints
+        self.saver = Saver(
+            config,
+            inputs,
+            self.parts,
+            runlog,
+            packs_per_step=self.share.packs_per_step,
+            total_steps=self.plan.steps,
         )
         self.start = Position(0, 0, 0)
         self.first_step = self.done_steps = 0
-        self._saved_step: int | None = None
         self._spent_before = 0.0
         self._looked_for_news = time.monotonic()
 
@@ -186,7 +186,14 @@ class Run:
 
             def sealed() -> None:
                 waits = {"targets": pipeline.target_waits, "drafters": pipeline.drafter_waits}
-                reporter.begin(MemoryBaseline(self.plan.placement.devices), waits)
+                captured = all(step.captured for step in self.parts.steps)
+                launched = (
+                    f"{self.gate.compiles} graphs compiled, every drafter's step captured"
+                    if captured
+                    else "neither compiled nor captured, as on any CPU"
+                )
+                memory = MemoryBaseline(self.plan.placement.devices)
+                reporter.begin(memory, waits, launched=launched)
                 facts = {
                     "compiled": [asdict(graph) for graph in self.gate.graphs],
                     "warmed": [asdict(row) for row in self.gate.rows],
@@ -198,10 +205,10 @@ class Run:
                 pipeline.run(look, sealed)
             except Exception:
                 # A checkpoint that is being written is finished; a second Ctrl-C waits for nothing.
-                self._end_writing()
+                self.saver.end()
                 raise
         reporter.say_memory(self.runlog)
-        return self._finish(feed, reporter, self.done_steps < total)
+        return self._finish(feed, reporter)
 
     def _duties(self, feed: Feed, reporter: Reporter, interrupted: threading.Event) -> Duties:
         train, total = self.config.train, self.plan.steps
@@ -224,7 +231,7 @@ class Run:
             if reports(step):
                 queued[step] = time.perf_counter()
             if step % train.checkpoint_every == 0 and self._writes:
-                self._save(feed, reporter)
+                self.saver.save(step, self._position(feed), reporter.seconds)
 
         def report(step: int, sums: list[float]) -> None:
             self.gate.check()
@@ -276,34 +283,26 @@ class Run:
         """Only the first machine writes checkpoints; the drafters are equal."""
         return self.nodes is None or self.nodes.is_first
 
-    def _finish(self, feed: Feed, reporter: Reporter, interrupted: bool) -> Trained:
-        seconds = reporter.seconds
+    def _finish(self, feed: Feed, reporter: Reporter) -> Trained:
+        seconds, interrupted = reporter.seconds, self.done_steps < self.plan.steps
+        last = None
         if self._writes:
-            failure = self._end_writing()
-            if self._saved_step != self.done_steps or failure is not None:
-                self._save(feed, reporter)
-                failure = self._end_writing()
-            if failure is not None or self.writer.last is None:
-                raise CheckpointError(f"the run's last state is lost: {failure}")
+            last = self.saver.finish(self.done_steps, self._position(feed), seconds)
         self.runlog.event(
             "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}
         )
         return Trained(
             run_dir=self.runlog.directory,
-            checkpoint=self.writer.last,
+            checkpoint=last,
             step=self.done_steps,
             total=self.plan.steps,
             interrupted=interrupted,
             seconds=seconds,
         )
 
-    def _end_writing(self) -> Exception | None:
-        """Waits for the checkpoint that is being written; returns why it could not be."""
-        try:
-            self.writer.wait()
-        except Exception as error:
-            return error
-        return self.writer.failure
+    def _position(self, feed: Feed) -> Position:
+        """Where the next step begins."""
+        return feed.position(self._number(self.done_steps))
 
     def _packs_of(self, epoch: int) -> PackPlan:
         return plan_packs(
@@ -313,28 +312,3 @@ class Run:
             seed=self.config.run.seed,
             epoch=epoch,
         )
-
-    def _save(self, feed: Feed, reporter: Reporter) -> None:
-        number = self._number(self.done_steps)
-        position = feed.position(number)
-        state = {
-            "config": self.config.model_dump(mode="json"),
-            "config_digest": self.config.digest(),
-            "shape": self.inputs.shape.to_dict(),
-            "taps": list(self.inputs.facts.taps),
-            "num_target_layers": self.inputs.facts.num_layers,
-            "features": self.parts.key,
-            "epoch": position.epoch,
-            "next_pack": position.place,
-            "next_number": number,
-            "packs_per_step": self.share.packs_per_step,
-            "total_steps": self.plan.steps,
-            "seconds": reporter.seconds,
-            "provenance": provenance(),
-        }
-        # The buffers of the snapshot are in use until the last one is written.
-        self.writer.wait()
-        self.snapshot.begin()
-        self.writer.save(self.done_steps, self.snapshot.groups, state)
-        self._saved_step = self.done_steps
-        self.runlog.event("checkpoint", {"step": self.done_steps})
