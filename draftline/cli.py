@@ -181,7 +181,7 @@ def train(
             f"continue with: draftline train {config} {' '.join(overrides or [])} --resume"
         )
         raise typer.Exit(130)
-    print(f"trained {done.step} steps in {done.seconds:.0f} s: {saved}")
+    print(f"trained to step {done.step}, {done.seconds:.0f} s of training in all: {saved}")
 
 
 @app.command("eval")

@@ -135,7 +135,10 @@ def _suggest(key: str) -> str:
     keys = list(known_keys())
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
-    near = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    head = key.rpartition(".")[0]
+    section = [k for k in keys if head and k.startswith(f"{head}.")]
+    near = difflib.get_close_matches(key, section, n=1, cutoff=0.9) or same_leaf
+    near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not near:
         by_leaf = {k.rsplit(".", 1)[-1]: k for k in keys}
         near = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]

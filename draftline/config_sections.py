@@ -76,8 +76,17 @@ class TopologySection(Section):
         100, ge=1, description="Steps between comparisons of the drafters' parameter checksums."
     )
     deadline_s: float = Field(
-        600.0, gt=0, description="Seconds without progress after which a worker counts as hung."
+        600.0, ge=1, description="Seconds without progress after which a worker counts as hung."
     )
+
+    @field_validator("targets", "drafters", mode="before")
+    @classmethod
+    def _one_is_a_list_too(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and value != "auto":
+            raise ValueError(
+                f"topology.{info.field_name}={value}: give a list, [{value}] for one worker, or auto"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> TopologySection:
@@ -116,6 +125,19 @@ class TargetSection(Section):
         description="CUDA graphs for target forwards; auto measures whether the host is what limits "
         "them, and records the choice.",
     )
+
+    @field_validator("batches", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        pairs = isinstance(value, list) and all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
+        )
+        if value is not None and not pairs:
+            raise ValueError(
+                f"target.batches={value}: give a list of [rows, length] pairs, such as "
+                "[[8, 512], [1, 2048]], or null"
+            )
+        return value
 
 
 class DrafterSection(Section):

@@ -348,3 +348,22 @@ def test_every_key_is_described() -> None:
 def test_gamma_follows_the_block_unless_told(block: int, gamma: float) -> None:
     assert build_config(LEAST, [f"block_size={block}"]).gamma == gamma
     assert build_config(LEAST, [f"block_size={block}", "loss.gamma=2"]).gamma == 2.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("topology.targets=cpu", r"topology.targets=cpu: give a list, \[cpu\] for one worker"),
+        ("topology.drafters=[]", "topology.drafters=\\[\\]: at least one worker is needed"),
+        ("topology.drafters=[cuda:0+cuda:1]", "an entry is cpu or cuda:N"),
+        ("topology.target=[cpu]", "unknown key topology.target; did you mean topology.targets"),
+        ("target.batches=[128]", r"give a list of \[rows, length\] pairs"),
+        ("target.batches=[[3,128,1]]", r"give a list of \[rows, length\] pairs"),
+        ("topology.deadline_s=0.001", "greater than or equal to 1"),
+    ],
+)
+def test_what_is_wrong_with_a_topology_is_said_in_its_own_words(
+    override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_config(LEAST, [override])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,29 @@ def visible_devices() -> tuple[DeviceFacts, ...]:
         free, total = torch.cuda.mem_get_info(index)
         found.append(DeviceFacts(torch.cuda.get_device_properties(index).name, total, free))
     return tuple(found)
+
+
+def free_host_bytes() -> int | None:
+    """Bytes that this process can still take: the machine's, or the container's where it is less.
+
+    None where the system does not say (it is no Linux).
+    """
+    free = None
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        room = max(0, int(limit[0]) - int(used[0]))
+        free = room if free is None else min(free, room)
+    return free
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
 
 
 def parse_devices(text: str) -> tuple[DeviceFacts, ...]:

@@ -20,7 +20,7 @@ import torch
 
 from draftline.choices import Choices
 from draftline.config import Config
-from draftline.errors import DeviceError
+from draftline.errors import ConfigError, DeviceError
 from draftline.model.drafter import Drafter
 from draftline.model.facts import TargetFacts
 from draftline.model.head import Head, TargetEnds
@@ -57,7 +57,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepBench:
-    """`captured` is None on a CPU. `floor_ms` is the step's matrix work at the ceiling;
+    """`captured` is None on a CPU. `floor_ms` is the step's matrix work at the ceiling, None there;
     `groups` milliseconds of one captured step by kernel group."""
 
     device: str
@@ -65,7 +65,7 @@ class StepBench:
     context: int
     parameters: int
     warm_s: float
-    floor_ms: float
+    floor_ms: float | None
     compiled: StepTimes
     captured: StepTimes | None
     steps: int
@@ -74,10 +74,12 @@ class StepBench:
 
     def lines(self) -> list[str]:
         """An aligned table."""
+        floor = ""
+        if self.floor_ms is not None:
+            floor = f"floor {self.floor_ms:.1f} ms at {CEILING_TFLOPS:g} TFLOP/s; "
         lines = [
             f"{self.device}: {self.rows} rows and {self.context} context tokens a step, "
-            f"{self.parameters / 1e6:.0f} M parameters; floor {self.floor_ms:.1f} ms at "
-            f"{CEILING_TFLOPS:g} TFLOP/s; warm-up {self.warm_s:.0f} s",
+            f"{self.parameters / 1e6:.0f} M parameters; {floor}warm-up {self.warm_s:.0f} s",
             f"{'':>10} {'step ms':>9} {'first 10':>8} {'most':>8} {'rows/s':>8} {'reserved GiB':>13} "
             f"{'changed MiB':>12} {'calls/step':>11}",
         ]
@@ -109,6 +111,8 @@ def bench_step(config: Config, *, steps: int, profile: bool) -> StepBench:
     """Times the step of `config` on `run.device`; raises the errors of a run that cannot start."""
     choices = Choices(strict=True)
     device = pick_device(config.run.device, choices)
+    if profile and device.type != "cuda":
+        raise ConfigError(f"--profile times the kernels of a GPU; this bench runs on {device}")
     facts = open_facts(config, device.type)
     with CompileGate(choices) as gate:
         began = time.perf_counter()
@@ -147,7 +151,7 @@ def bench_step(config: Config, *, steps: int, profile: bool) -> StepBench:
         context=config.token_budget,
         parameters=shape.num_parameters,
         warm_s=warm_s,
-        floor_ms=work / CEILING_TFLOPS / 1e9,
+        floor_ms=work / CEILING_TFLOPS / 1e9 if device.type == "cuda" else None,
         compiled=compiled,
         captured=captured,
         steps=steps,

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftline.data.packing import Pack
 from draftline.data.tokens import Sample
 from draftline.errors import ConfigError
+from draftline.runtime.devices import free_host_bytes
 from draftline.runtime.staging import Staging
 
 # Samples on their way to a device at once.
@@ -117,7 +118,7 @@ class FeatureCache:
         ConfigError when there is no room; nothing is allocated before that is known.
         """
         if directory is None:
-            _check_room(self._size, _free_memory(), "memory", "features.source=disk or online")
+            _check_room(self._size, free_host_bytes(), "memory", "features.source=disk or online")
             self._store = torch.empty(self._size.tokens, self.width, dtype=self.dtype)
             self._compute(worker(), progress)
             return
@@ -216,28 +217,9 @@ def _reserve(path: Path, size: FeatureSize) -> None:
         ) from None
 
 
-def _free_memory() -> int:
-    """Bytes that this process can still take: the machine's, or the container's where it is less."""
-    free = 2**63 - 1
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdigit():
-        free = min(free, max(0, int(limit[0]) - int(used[0])))
-    return free
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-
-
-def _check_room(size: FeatureSize, free: int, where: str, instead: str) -> None:
+def _check_room(size: FeatureSize, free: int | None, where: str, instead: str) -> None:
     # A tenth is left to everybody else on the machine.
-    if size.bytes > 0.9 * free:
+    if free is not None and size.bytes > 0.9 * free:
         raise ConfigError(
             f"the feature cache needs {size.gib:.1f} GiB ({size.tokens} tokens x {size.width} "
             f"channels) and {free / 2**30:.1f} GiB of {where} are free; use {instead}, fewer taps "

@@ -1,4 +1,4 @@
-"""Ctrl-C in a training run."""
+"""Ctrl-C in a training run, and the SIGTERM that schedulers send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one raises KeyboardInterrupt at once."""
+    """An event that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt at once."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -26,8 +26,9 @@ def interrupts() -> Iterator[threading.Event]:
         log.warning("interrupted: finishing the step and writing a checkpoint (again: stop now)")
         event.set()
 
-    previous = signal.signal(signal.SIGINT, on_signal)
+    previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

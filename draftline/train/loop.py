@@ -72,14 +72,21 @@ def _train(
     own_dir = run_dir if first or nodes is None else run_dir / f"machine-{nodes.rank}"
     with RunLog(own_dir) as runlog:
         choices.follow(runlog.event)
+        if not first:
+            # What the first machine says holds for all; warnings are each one's own.
+            logging.getLogger("draftline").setLevel(logging.WARNING)
         runlog.write("config.yaml", config.to_yaml())
         runlog.event("start", {"config": config.digest(), "resume": resume, **provenance()})
         if (diff := source_diff()) is not None:
             runlog.write("source.diff", diff)
-        inputs = inputs or prepare(config, choices)
-        log.info(inputs.summary())
-        write_rejects(inputs.rejects, own_dir / "rejects.jsonl")
-        with CompileGate(choices, deadline_s=config.topology.deadline_s) as gate:
-            run = Run(config, inputs, choices, runlog, gate, nodes, target)
-            run.load(checkpoint, accept_changes)
-            return run.go()
+        try:
+            inputs = inputs or prepare(config, choices)
+            log.info(inputs.summary())
+            write_rejects(inputs.rejects, own_dir / "rejects.jsonl")
+            with CompileGate(choices, deadline_s=config.topology.deadline_s) as gate:
+                run = Run(config, inputs, choices, runlog, gate, nodes, target)
+                run.load(checkpoint, accept_changes)
+                return run.go()
+        except BaseException as error:
+            runlog.event("failed", {"error": f"{type(error).__name__}: {error}"})
+            raise

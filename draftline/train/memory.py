@@ -10,7 +10,7 @@ import torch
 
 from draftline.config import Config
 from draftline.errors import DeviceError
-from draftline.runtime.devices import DeviceFacts
+from draftline.runtime.devices import DeviceFacts, free_host_bytes
 from draftline.train.inputs import Inputs
 from draftline.train.placement import Placement, target_weight_bytes
 
@@ -63,10 +63,15 @@ def device_memory(
         staged = pack + _PACK_BYTES_A_TOKEN * config.token_budget
         parts["ring"] = sum(slots + 1 for slots in mine) * staged
         parts["step"] = len(mine) * _step_bytes(config, inputs, device)
-        gpu = available[device.index] if device.type == "cuda" else None
-        rows.append(
-            DeviceMemory(device, gpu.name if gpu else "CPU", parts, gpu.free_bytes if gpu else None)
-        )
+        name, free = "CPU", free_host_bytes()
+        if device.type == "cuda":
+            gpu = available[device.index]
+            name, free = gpu.name, gpu.free_bytes
+        elif config.features.source == "memory":
+            parts["cache"] = facts.feature_bytes(
+                inputs.tokens, last_hidden=config.loss.soft_labels > 0
+            )
+        rows.append(DeviceMemory(device, name, parts, free))
     return tuple(rows)
 
 

@@ -36,6 +36,8 @@ class Hours:
         if self.hours is None:
             return self.basis
         length = f"{self.hours:.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
+        if self.hours < 1 / 60:
+            length = "under a minute"
         return f"{length} ({self.basis})"
 
 
@@ -205,7 +207,7 @@ def _hours(
         drafted = work.drafter / known[0]
         basis = "estimated from matrix work, not measured"
     else:
-        return Hours(None, "unknown: give --rate")
+        return Hours(None, "unknown: give --rate, as draftline bench step measures it")
     return Hours(packs * placement.pack_time(fed, drafted) / 3600, basis)
 
 

@@ -48,6 +48,7 @@ class Reporter:
         self._began = time.perf_counter()
         self._logged = (first_step, self._began)
         self._waits: Mapping[str, Sequence[WaitMeter]] = {}
+        self._carried: dict[str, float] = {}
         self._launched: str | None = None
         self._memory = MemoryBaseline([])
 
@@ -83,7 +84,7 @@ class Reporter:
             raise RunError(
                 f"a non-finite loss or gradient in the {step - before} steps up to {step} (those "
                 "updates were skipped); lower train.learning_rate or look for damaged features, "
-                "then continue with --resume"
+                "then continue with --resume where a checkpoint was written"
             )
         seconds = max(at - since, 1e-9)
         rate = (step - before) / seconds
@@ -97,7 +98,11 @@ class Reporter:
             "eta_s": (self._scale.steps - step) / rate,
         }
         for side, meters in self._waits.items():
-            values[f"{side}_waited_pct"] = 100 * _read(meters) / (seconds * len(meters))
+            # A wait is measured when it ends; what began before this stretch fills it at most.
+            waited = self._carried.get(side, 0.0) + _read(meters)
+            whole = seconds * len(meters)
+            values[f"{side}_waited_pct"] = 100 * min(waited, whole) / whole
+            self._carried[side] = max(0.0, waited - whole)
         changes = self._memory.changes()
         for change in changes:
             values[f"reserved_gib/{change.device}"] = change.reserved_bytes / 2**30

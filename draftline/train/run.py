@@ -170,7 +170,11 @@ class Run:
             first_step=self.first_step,
         )
         trackers = Trackers(
-            self.runlog, config.train.trackers, config.model_dump(mode="json"), total
+            self.runlog,
+            config.train.trackers if self._writes else (),
+            config.model_dump(mode="json"),
+            total,
+            quiet=not self._writes,
         )
         with (
             interrupts() as interrupted,

@@ -18,8 +18,15 @@ class Trackers:
     """Sends each metrics line everywhere; a context manager that owns the writers."""
 
     def __init__(
-        self, runlog: RunLog, names: Sequence[str], config: Mapping[str, Any], total: int
+        self,
+        runlog: RunLog,
+        names: Sequence[str],
+        config: Mapping[str, Any],
+        total: int,
+        *,
+        quiet: bool = False,
     ) -> None:
+        """`names` are those of train.trackers; `quiet` shows nothing on the terminal."""
         self._runlog = runlog
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -38,7 +45,7 @@ class Trackers:
             self._wandb = wandb.init(
                 project="draftline", dir=str(runlog.directory), config=dict(config)
             )
-        self._bar = TerminalProgress(total)
+        self._bar = None if quiet else TerminalProgress(total)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Records the metrics up to and including `step`."""
@@ -52,10 +59,12 @@ class Trackers:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
-        self._bar.update(step, values)
+        if self._bar is not None:
+            self._bar.update(step, values)
 
     def __enter__(self) -> Trackers:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -64,7 +73,8 @@ class Trackers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

@@ -205,7 +205,7 @@ def test_too_large_a_cache_is_refused_before_it_is_allocated(
     usage = namedtuple("usage", "total used free")
     free = int(size.bytes / 0.95)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free, 0, free))
-    monkeypatch.setattr(module, "_free_memory", lambda: free)
+    monkeypatch.setattr(module, "free_host_bytes", lambda: free)
     folder = tmp_path if kind == "disk" else None
     with pytest.raises(ConfigError, match=rf"{sum(LENGTHS)} tokens x 96 channels.*{kind}"):
         fill(target, samples, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -199,6 +200,9 @@ def test_a_non_finite_step_stops_the_run_and_keeps_the_last_checkpoint(
     settings = config()
     with pytest.raises(RunError, match=r"non-finite.*steps up to 6.*--resume"):
         train(settings)
+    last = (Path(settings.run.dir) / "events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["event"] == "failed"
+    assert "RunError: a non-finite loss" in json.loads(last)["error"]
     kept = checkpoint_paths(Path(settings.run.dir) / "checkpoints")
     assert "step-00000003" in [p.name for p in kept]
     for path in kept:
@@ -220,3 +224,22 @@ def test_a_full_disk_at_the_end_is_an_error_and_earlier_checkpoints_stay(
         train(settings)
     paths = checkpoint_paths(Path(settings.run.dir) / "checkpoints")
     assert [p.name for p in paths] == ["step-00000006", "step-00000003"]
+
+
+def test_a_terminated_run_saves_as_an_interrupted_one_does(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = CtrlC(monkeypatch)
+    steps = 0
+
+    def stepped(name: str, *_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stop.noticed()
+
+    after(monkeypatch, TrainStep, "update", stepped)
+    done = train(config())
+    assert (done.interrupted, done.step) == (True, 4)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

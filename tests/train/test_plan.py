@@ -113,7 +113,10 @@ def planned(tmp_path: Path, inputs: Any, devices: str, **options: Any) -> Plan:
 
 def test_hours_come_from_a_rate_or_from_a_known_gpu(tmp_path: Path, inputs: Any) -> None:
     unknown = planned(tmp_path, inputs, "3x141").hours
-    assert (unknown.hours, str(unknown)) == (None, "unknown: give --rate")
+    assert (unknown.hours, str(unknown)) == (
+        None,
+        "unknown: give --rate, as draftline bench step measures it",
+    )
     # 32 rows a pack at 16 rows/s are 2 s; two drafters work at once, and take two packs a step.
     given = planned(tmp_path, inputs, "3x141", rate=16.0).hours
     assert given.hours == pytest.approx(2.0)
