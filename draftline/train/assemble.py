@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
 from dataclasses import dataclass
@@ -99,7 +100,11 @@ def assemble(
         for i, span in enumerate(placement.targets)
     ]
     drafter = first_drafter(config, inputs, target, features[0], choices)
-    if target.device.type == "cuda":
+    if cache is not None:
+        # Its hooks refer to it, so it would wait for the collector while the drafters are made.
+        del target
+        gc.collect()
+    if placement.drafters[0].type == "cuda":
         # What measuring took on this thread's stream is of no use to the workers.
         torch.cuda.empty_cache()
     spec = step_spec(

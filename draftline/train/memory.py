@@ -47,6 +47,7 @@ def device_memory(
     # Ends and rows of a target that spans devices are on its first.
     firsts = [span[0] for span in placement.targets]
     pack = facts.feature_bytes(config.token_budget, last_hidden=config.loss.soft_labels > 0)
+    cached = config.features.source != "online"
     rows = []
     for device in placement.devices:
         spans = [span for span in placement.targets if device in span]
@@ -54,15 +55,20 @@ def device_memory(
         once = [span for i, span in enumerate(spans) if len(span) > 1 or span not in spans[:i]]
         mine = [s for d, s in zip(placement.drafters, placement.slots, strict=True) if d == device]
         parts = {
-            "target": sum(target_weight_bytes(facts) // len(span) for span in once),
+            "target": 0 if cached else sum(target_weight_bytes(facts) // len(s) for s in once),
             "features": firsts.count(device) * pack,
         }
         for name, size in _drafter_bytes(config, inputs).items():
             parts[name] = len(mine) * size
-        parts["ends"] = _end_bytes(inputs, copied=device not in firsts) if mine else 0
+        copied = cached or device not in firsts
+        parts["ends"] = _end_bytes(inputs, copied=copied) if mine else 0
         staged = pack + _PACK_BYTES_A_TOKEN * config.token_budget
         parts["ring"] = sum(slots + 1 for slots in mine) * staged
         parts["step"] = len(mine) * _step_bytes(config, inputs, device)
+        if cached and device in placement.targets[0]:
+            # One target fills the cache and goes before the drafters come: of the two what is more.
+            filling = target_weight_bytes(facts) // len(placement.targets[0]) + pack
+            parts["target"] = max(0, filling - sum(parts.values()))
         name, free = "CPU", free_host_bytes()
         if device.type == "cuda":
             gpu = available[device.index]

@@ -81,6 +81,22 @@ def test_a_target_and_a_drafter_apart(inputs: Any) -> None:
     assert drafted["step"] - chunked["step"] == 2 * 2 * 24 * facts.vocab_size
 
 
+def test_with_a_cache_one_target_comes_and_goes_before_the_drafters(inputs: Any) -> None:
+    facts = inputs.facts
+    inputs.tokens = 1000
+    pack = 100 * 2 * 32 * 2
+    first, second = rows(inputs, (gpu(0), gpu(1)), gpu(0, 1), "features.source=disk")
+    ends = facts.embedding_bytes + facts.head_bytes
+    for parts in (first, second):
+        assert parts["ends"] == ends, "the target that lent them is gone"
+        assert parts["target"] == 0, "the drafter takes more than the target did"
+    big = replace(facts, total_bytes=10 * sum(first.values()))
+    inputs.facts = big
+    first, second = rows(inputs, (gpu(0), gpu(1)), gpu(0, 1), "features.source=disk")
+    assert sum(first.values()) == big.total_bytes + pack
+    assert second["target"] == 0
+
+
 def test_float32_weights_are_their_own_masters(inputs: Any) -> None:
     inputs.facts = replace(inputs.facts, dtype=torch.float32)
     [row] = rows(inputs, ((CPU,),), (CPU,), slots=1)
