@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -176,9 +177,10 @@ def train(
     done = run(load_config(config, overrides or []), resume=resume, accept_changes=accept_changes)
     saved = done.checkpoint or "the first machine's run directory"
     if done.interrupted:
+        again = ["draftline", "train", str(config), *(overrides or []), "--resume"]
         print(
             f"interrupted at step {done.step} of {done.total}, saved in {saved}; "
-            f"continue with: draftline train {config} {' '.join(overrides or [])} --resume"
+            f"continue with: {shlex.join(again)}"
         )
         raise typer.Exit(130)
     print(f"trained to step {done.step}, {done.seconds:.0f} s of training in all: {saved}")

@@ -45,7 +45,8 @@ class RunSection(Section):
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto takes cuda:0 where there is one, else cpu; the choice is recorded.",
+        description="Device of eval and bench step; auto takes cuda:0 where there is one, else cpu. "
+        "Of train where topology names no device: both sides then use this one, auto all GPUs.",
     )
     strict_choices: bool = Field(
         False, description="Make every recorded fallback an error instead of a warning."
@@ -81,7 +82,7 @@ class TopologySection(Section):
 
     @field_validator("targets", "drafters", mode="before")
     @classmethod
-    def _one_is_a_list_too(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_a_bare_name(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and value != "auto":
             raise ValueError(
                 f"topology.{info.field_name}={value}: give a list, [{value}] for one worker, or auto"

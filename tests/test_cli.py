@@ -258,7 +258,7 @@ def test_plan_on_this_machine_and_on_one_that_is_only_thought_of(run: Run, confi
     assert "cuda:0 to 4" in out
     assert "cuda:5 to 7" in out
     assert "141.00" in out
-    assert "unknown: give --rate" in out
+    assert "duration unknown here; draftline plan --rate" in out
     code, out, err = run("plan", config, "--devices", "8xH200", "run.device=auto", "--json")
     assert code == 0, err
     tree = json.loads(out)

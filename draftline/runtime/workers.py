@@ -127,7 +127,7 @@ class Crew(AbstractContextManager["Crew"]):
         thread.start()
 
     def watch(self, look: Callable[[], None] = lambda: None) -> None:
-        """Returns when every worker has ended; calls `look()` about ten times a second.
+        """Returns when every worker has ended; calls `look()` some twenty times a second.
 
         Raises the first failure, with worker, device, step and activity, after the others ended or
         had their grace: RunError, or the error's own class where it is one of draftline's.

@@ -24,6 +24,7 @@ from draftline.config import Config
 from draftline.config_file import build_config
 from draftline.data.packing import plan_packs
 from draftline.data.tokens import Sample
+from draftline.errors import ConfigError
 from draftline.model.facts import TargetFacts
 from draftline.model.init import build_shape
 from draftline.model.target import Target
@@ -158,10 +159,13 @@ def _random_target(config: Config, placement: Placement, facts: TargetFacts) -> 
 
     from draftline.model.source import resolve_target
 
-    settings = AutoConfig.from_pretrained(resolve_target(config.target.path))
+    if len(placement.targets[0]) > 1:
+        raise ConfigError("bench pipeline makes its target on one device; name no span of devices")
+    remote = {"trust_remote_code": config.target.trust_remote_code}
+    settings = AutoConfig.from_pretrained(resolve_target(config.target.path), **remote)
     torch.manual_seed(config.run.seed)
     with torch.device(placement.targets[0][0]):
-        model = AutoModelForCausalLM.from_config(settings, dtype=facts.dtype)
+        model = AutoModelForCausalLM.from_config(settings, dtype=facts.dtype, **remote)
     return Target(model, facts.tokenizer, taps=facts.taps)
 
 

@@ -37,7 +37,7 @@ from draftline.train.work import step_flops
 
 # Matrix work of an H200 in bfloat16, measured with 8192-cubed products of random numbers.
 CEILING_TFLOPS = 790.0
-_COMPILED_STEPS = 10
+_COMPILED_STEPS = _EARLY_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,9 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepBench:
-    """`captured` is None on a CPU. `floor_ms` is the step's matrix work at the ceiling, None there;
-    `groups` milliseconds of one captured step by kernel group."""
+    """`captured` is None on a CPU, where `compiled` is not compiled either. `floor_ms` is the step's
+    matrix work at the ceiling, None there; `groups` milliseconds of one captured step by kernel
+    group."""
 
     device: str
     rows: int
@@ -126,7 +127,8 @@ def bench_step(config: Config, *, steps: int, profile: bool) -> StepBench:
 
         gate.warm("step", device, step.compile)
         run(0)
-        compiled = _timed(run, _COMPILED_STEPS, device)
+        compiled_steps = _COMPILED_STEPS if device.type == "cuda" else steps
+        compiled = _timed(run, compiled_steps, device)
         captured: StepTimes | None = None
         groups: dict[str, float] = {}
         kernels: list[tuple[float, int, str]] = []
@@ -233,7 +235,7 @@ def _timed(run: Callable[[int], None], steps: int, device: torch.device) -> Step
             times.append(1000 * (time.perf_counter() - began))
     return StepTimes(
         median_ms=statistics.median(times),
-        early_ms=statistics.median(times[:_COMPILED_STEPS]),
+        early_ms=statistics.median(times[:_EARLY_STEPS]),
         least_ms=min(times),
         most_ms=max(times),
         memory=memory,

@@ -90,7 +90,7 @@ class TargetForwards:
 
     `row [token_budget, width]` in the target's dtype holds the last pack's features back to back,
     zeros behind; channels are the taps and, with `last_hidden`, the final-norm states. Every buffer
-    is allocated here and every shape run by `warm`, after which no memory is added.
+    is allocated here; on CUDA `warm` runs every shape, after which no memory is added.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ _PACK_BYTES_A_TOKEN = 18
 class DeviceMemory:
     """What one device will hold: `parts` in bytes by name, against `free_bytes` (None: not known).
 
-    `target` is its weights and `features` its workers' row buffers; `weights`, `gradients`,
+    `target` is its weights (with a feature cache, what filling it takes beyond all else) and
+    `features` its workers' row buffers; `weights`, `gradients`,
     `masters`, `moments` and `average` are the drafters'; `ends` the copies that they make of the
     target's embedding and head; `ring` the packs that wait or are staged; `step` the activations,
     which is a lower bound, since a compiler decides what it keeps; so is the total.
@@ -118,10 +119,12 @@ def check_memory(
         again = device_memory(changed, inputs, replace(placement, slots=slots), available)
         total = next(other.total for other in again if other.device == row.device)
         saved[f"{knob}={lower}"] = row.total - total
-    knob, saving = max(saved.items(), key=lambda item: item[1])
+    knob, saving = max(saved.items(), key=lambda item: item[1], default=("", 0))
     largest = max(row.parts, key=lambda part: row.parts[part])
-    way_out = "no setting of the step lowers it"
-    if saving > 0:
+    way_out = "take a smaller drafter (drafter.layers) or a device with more memory"
+    if largest == "target":
+        way_out = "let it span devices (topology.targets=[cuda:0+cuda:1]), or take a smaller target"
+    elif saving > 0:
         enough = "enough" if row.total - saving <= (row.free_bytes or 0) else "not enough alone"
         way_out = f"{knob} would lower it most, by {saving / _GIB:.2f} GiB ({enough})"
     if row.device in placement.shared and len(available) > 1:
@@ -179,9 +182,11 @@ def _lowered(
     chunk = max(1, min(config.loss.chunk_rows, rows) // 2)
     loss = config.loss.model_copy(update={"chunk_rows": chunk})
     found["loss.chunk_rows"] = (chunk, config.model_copy(update={"loss": loss}), placement.slots)
-    for key in ("max_anchors", "token_budget"):
-        half = max(1, getattr(config, key) // 2)
-        found[key] = (half, config.model_copy(update={key: half}), placement.slots)
+    floors = {"max_anchors": 1, "token_budget": max(config.data.max_length, config.max_anchors)}
+    for key, floor in floors.items():
+        half = max(floor, getattr(config, key) // 2)
+        if half < getattr(config, key):
+            found[key] = (half, config.model_copy(update={key: half}), placement.slots)
     if max(placement.slots) > 1:
         found["topology.slots"] = (1, config, (1,) * len(placement.slots))
     return found

@@ -55,8 +55,9 @@ class Pipeline:
         self._samples, self._budget, self._block_size = samples, token_budget, block_size
         self._accumulate, self._first_step, self._duties = accumulate, first_step, duties
         self._boundary = Boundary(len(steps))
-        # Several packs a step, or one whose gradients are used where the graph left them.
-        self._together = len(steps) == 1 and accumulate == 1 and steps[0].optimizer.grad is None
+        # Nothing is added up: the gradients are used where the first graph left them, and no other
+        # graph may run between the two.
+        self._in_place = steps[0].optimizer.grad is None
         self.rings = [
             Ring(
                 f"drafter-{index}",
@@ -85,7 +86,7 @@ class Pipeline:
     def run(self, look: Callable[[], None], sealed: Callable[[], None]) -> None:
         """Warms, seals, trains to the step at which the lead does not go on.
 
-        `look` is called about ten times a second by this thread, `sealed` once, when everything is
+        `look` is called some twenty times a second by this thread, `sealed` once, when everything is
         warm and nobody runs yet. Raises the first failure of any worker.
         """
 
@@ -224,9 +225,9 @@ class Pipeline:
                 pack = slot.number
                 ring.release(worker)
                 step.gradients(pack)
-                if self._together:
+                if self._in_place:
                     step.update()
-        if not self._together:
+        if not self._in_place:
             self._reduce(worker, index, number + 1)
             worker.doing("update", number + 1)
             with self._turn(worker, devices), self._gate.running():

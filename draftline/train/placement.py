@@ -65,9 +65,11 @@ class Placement:
             f"placement: {len(self.targets)} target(s) on {targets}; {len(self.drafters)} "
             f"drafter(s) on {drafters}, {' or '.join(map(str, slots))} slot(s) each"
         ]
-        if self.shared:
-            names = ", ".join(map(str, self.shared))
-            lines.append(f"placement: on {names} target and drafter take turns")
+        used = [device for span in self.targets for device in set(span)] + list(self.drafters)
+        crowded = [device for device in self.devices if used.count(device) > 1]
+        if crowded:
+            names = ", ".join(map(str, crowded))
+            lines.append(f"placement: on {names} the workers take turns")
         return lines
 
 
@@ -136,7 +138,7 @@ def place(
     return placement
 
 
-def packs_per_step(config: Config, drafters: int, nodes: int = 1) -> int:
+def accumulation(config: Config, drafters: int, nodes: int = 1) -> int:
     """Packs that each of `drafters` a machine takes in one step, on `nodes` machines.
 
     Raises ConfigError when train.packs_per_step cannot be shared out evenly.

@@ -13,7 +13,7 @@ from draftline.errors import ConfigError
 from draftline.runtime.devices import DeviceFacts
 from draftline.train.inputs import Inputs
 from draftline.train.memory import DeviceMemory, check_memory, device_memory, memory_table
-from draftline.train.placement import Placement, packs_per_step
+from draftline.train.placement import Placement, accumulation
 from draftline.train.start import batch_table
 from draftline.train.work import pack_work
 
@@ -132,7 +132,7 @@ def plan_run(
     `packs` are an epoch of all `nodes` machines, which are alike; `available` are this one's GPUs.
     `rate` is what one drafter was measured to do, in rows a second.
     """
-    accumulate = packs_per_step(config, len(placement.drafters), nodes)
+    accumulate = accumulation(config, len(placement.drafters), nodes)
     together = accumulate * len(placement.drafters) * nodes
     steps = config.train.steps
     if steps is None:
@@ -207,7 +207,9 @@ def _hours(
         drafted = work.drafter / known[0]
         basis = "estimated from matrix work, not measured"
     else:
-        return Hours(None, "unknown: give --rate, as draftline bench step measures it")
+        return Hours(
+            None, "unknown here; draftline plan --rate takes what draftline bench step measures"
+        )
     return Hours(packs * placement.pack_time(fed, drafted) / 3600, basis)
 
 

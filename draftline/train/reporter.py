@@ -80,12 +80,6 @@ class Reporter:
         values: dict[str, Any] = summarize(sums)
         before, since = self._logged
         self._logged = (step, at)
-        if values["bad_steps"] or values["bad_packs"]:
-            raise RunError(
-                f"a non-finite loss or gradient in the {step - before} steps up to {step} (those "
-                "updates were skipped); lower train.learning_rate or look for damaged features, "
-                "then continue with --resume where a checkpoint was written"
-            )
         seconds = max(at - since, 1e-9)
         rate = (step - before) / seconds
         values |= {
@@ -111,6 +105,12 @@ class Reporter:
             self._say_launch(step - before, self._launched, changes)
             self._launched = None
         trackers.metrics(step, values)
+        if values["bad_steps"] or values["bad_packs"]:
+            raise RunError(
+                f"a non-finite loss or gradient in the {step - before} steps up to {step} (those "
+                "updates were skipped); lower train.learning_rate or look for damaged features, "
+                "then continue with --resume where a checkpoint was written"
+            )
 
     def _say_launch(self, steps: int, launched: str, changes: Sequence[MemoryChange]) -> None:
         moved = [

@@ -59,7 +59,7 @@ class Trained:
 
 
 class Run:
-    """The state of one run between its steps."""
+    """One run: its parts, its steps, and its end."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class Run:
             machines=machines,
         )
         optimizers = [step.optimizer for step in self.parts.steps]
+        # Where nothing is added up there is no buffer, and the reducer never touches what it gets.
         self.reducer = Reducer(
             [o.working if o.grad is None else o.grad for o in optimizers],
             how=config.topology.reduction,
@@ -143,10 +144,9 @@ class Run:
             state = self.nodes.broadcast_object(state)
             share_state(self.nodes, self.parts.steps)
         if state is not None:
-            place = Position(
+            self.start = Position(
                 int(state["next_number"]), int(state["epoch"]), int(state["next_pack"])
             )
-            self.start = place
             self.first_step = self.done_steps = int(state["step"])
             self._spent_before = float(state["seconds"])
 

@@ -16,7 +16,7 @@ from draftline.config_file import build_config
 from draftline.errors import ConfigError, DeviceError
 from draftline.model.facts import TargetFacts, read_facts
 from draftline.runtime.devices import DeviceFacts, parse_devices
-from draftline.train.placement import Placement, device_type, packs_per_step, place
+from draftline.train.placement import Placement, accumulation, device_type, place
 
 CPU = torch.device("cpu")
 EIGHT = parse_devices("8x141")
@@ -138,7 +138,7 @@ def test_named_devices_are_taken_as_they_are(facts: TargetFacts) -> None:
     assert choices.entries == []
     text = "\n".join(placement.lines())
     assert "2 target(s) on cuda:0+cuda:1, cuda:2; 3 drafter(s) on cuda:2, cuda:5, cuda:5" in text
-    assert "on cuda:2 target and drafter take turns" in text
+    assert "on cuda:2, cuda:5 the workers take turns" in text
     assert put(facts, EIGHT, "topology.slots=5")[0].slots[0] == 5
 
 
@@ -202,13 +202,13 @@ def test_the_kind_of_device() -> None:
 
 
 def test_packs_a_step_are_shared_out_evenly() -> None:
-    assert packs_per_step(config(), 3) == packs_per_step(config(), 3, 2) == 1
-    assert packs_per_step(config("train.packs_per_step=12"), 3) == 4
-    assert packs_per_step(config("train.packs_per_step=12"), 3, 2) == 2
+    assert accumulation(config(), 3) == accumulation(config(), 3, 2) == 1
+    assert accumulation(config("train.packs_per_step=12"), 3) == 4
+    assert accumulation(config("train.packs_per_step=12"), 3, 2) == 2
     with pytest.raises(ConfigError, match=r"=7 is no multiple of the 6 drafters .* use 6 or 12"):
-        packs_per_step(config("train.packs_per_step=7"), 3, 2)
+        accumulation(config("train.packs_per_step=7"), 3, 2)
     with pytest.raises(ConfigError, match=r"=1 is no multiple of the 3 drafters .* use 3 or 6"):
-        packs_per_step(config("train.packs_per_step=1"), 3)
+        accumulation(config("train.packs_per_step=1"), 3)
 
 
 def test_the_slowest_device_sets_the_pace() -> None:
