@@ -46,8 +46,11 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         timeout = timedelta(seconds=deadline_s)
         try:
             # env:// knows whether torchrun's agent or rank 0 serves the store.
+            # NCCL's own watchdog ends the process: whoever can name the cause has to speak before it.
             dist.init_process_group(
-                "nccl" if device_type == "cuda" else "gloo", init_method="env://", timeout=timeout
+                "nccl" if device_type == "cuda" else "gloo",
+                init_method="env://",
+                timeout=3 * timeout if device_type == "cuda" else timeout,
             )
             self._objects = dist.new_group(backend="gloo", timeout=timeout)
             self._agreement = dist.new_group(backend="gloo", timeout=timeout)

@@ -44,6 +44,11 @@ class Ring:
         self._next = 0
         self._released = 0
 
+    @property
+    def first_slot(self) -> Slot:
+        """A slot to try a copy with before anything is produced."""
+        return self._slots[0]
+
     def acquire(self, sequence: int, worker: Worker) -> Slot:
         """The slot of `sequence`, once it is free; the current stream waits for its last reader."""
         with self._condition:

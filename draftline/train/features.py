@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +42,13 @@ class FeatureWorker(Protocol):
     """One worker's way to a pack's features: `run` queues the work that puts them into `row`.
 
     `row [token_budget, width]` holds the last pack's features back to back and zeros behind; `warm`
-    allocates and compiles what `run` needs.
+    allocates and compiles what `run` needs, `settle` takes memory again that others' warm-up gave back.
     """
 
     row: Tensor
 
     def warm(self) -> None: ...
+    def settle(self) -> None: ...
     def run(self, samples: Sequence[Sample], pack: Pack) -> None: ...
 
 
@@ -122,23 +124,31 @@ class FeatureCache:
             self._store = torch.empty(self._size.tokens, self.width, dtype=self.dtype)
             self._compute(worker(), progress)
             return
-        path = directory / f"features-{key}.bin"
-        done = path.with_suffix(".done")
+        path = directory / f"features-{key}.rows"
         directory.mkdir(parents=True, exist_ok=True)
-        finished = done.exists() and path.exists() and path.stat().st_size == self._size.bytes
-        if not finished:
-            # What an interrupted fill left behind holds the very space that is asked for.
-            done.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            free = shutil.disk_usage(directory).free
-            _check_room(self._size, free, f"disk at {directory}", "features.dir or source=online")
-            _reserve(path, self._size)
-        self._store = torch.from_file(
-            str(path), shared=True, size=self._size.tokens * self.width, dtype=self.dtype
-        ).view(-1, self.width)
-        if not finished:
+        if path.exists() and path.stat().st_size == self._size.bytes:
+            self._store = self._mapped(path)
+            return
+        # Under a name of this process until it is whole: others may fill the same directory.
+        part = directory / f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp"
+        _remove_abandoned(path)
+        free = shutil.disk_usage(directory).free
+        _check_room(self._size, free, f"disk at {directory}", "features.dir or source=online")
+        _reserve(part, self._size)
+        try:
+            self._store = self._mapped(part)
             self._compute(worker(), progress)
-            done.touch()
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _mapped(self, path: Path) -> Tensor:
+        flat = torch.from_file(
+            str(path), shared=True, size=self._size.tokens * self.width, dtype=self.dtype
+        )
+        return flat.view(-1, self.width)
 
     def _compute(self, worker: FeatureWorker, progress: Callable[[int, int], None]) -> None:
         worker.warm()
@@ -173,6 +183,9 @@ class CachedFeatures:
     def warm(self) -> None:
         """Does nothing: copies need no preparation."""
 
+    def settle(self) -> None:
+        """Nothing here lies in the allocator's cache."""
+
     def run(self, samples: Sequence[Sample], pack: Pack) -> None:
         """Queues the copies of `pack` on the current stream; `row` holds its features after them."""
         begin = 0
@@ -202,6 +215,15 @@ def _groups(lengths: Sequence[int], members: Sequence[int], token_budget: int) -
         tokens += lengths[member]
     if group:
         yield Pack(tuple(group), tokens)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Frees what fills of `path` left behind whose process, on this machine, is gone."""
+    host = socket.gethostname()
+    for part in path.parent.glob(f".{path.name}.{host}.*.tmp"):
+        number = part.name.removesuffix(".tmp").rpartition(".")[2]
+        if number.isdigit() and not Path(f"/proc/{number}").exists():
+            part.unlink(missing_ok=True)
 
 
 def _reserve(path: Path, size: FeatureSize) -> None:

@@ -146,15 +146,29 @@ class TargetForwards:
         captured: bool | None = None
         for shape in sorted(self._forwards, key=lambda s: -s[0] * s[1]):
             forward = self._forwards[shape]
-            # Padding only: `row` keeps what it holds.
-            self._inputs[shape][0].zero_()
-            self._inputs[shape][1].fill_(self._trash)
+            self._fill_with_padding(shape)
             if captured is None:
                 captured = self._decide(partial(measure, forward, self.device))
             if captured:
                 forward.warm()
             else:
                 forward()
+
+    def settle(self) -> None:
+        """Runs the shapes that are not captured once more, the largest first: a capture on any
+        worker gives back what they had left in the allocator's cache."""
+        if self.device.type == "cuda":
+            for shape in sorted(self._forwards, key=lambda s: -s[0] * s[1]):
+                if not self._forwards[shape].captured:
+                    self._fill_with_padding(shape)
+                    self._forwards[shape]()
+
+    def _fill_with_padding(self, shape: Shape) -> None:
+        """Tokens of all kinds, as routing between experts depends on them; `row` keeps what it holds."""
+        ids, places = self._inputs[shape]
+        rows = int(self._target.embedding.shape[0])
+        ids.copy_(torch.arange(len(ids), device=ids.device) % rows)
+        places.fill_(self._trash)
 
     def run(self, samples: Sequence[Sample], pack: Pack) -> None:
         """Queues the forwards of `pack` on the current stream; `row` holds its features after them."""

@@ -86,6 +86,7 @@ def _train(
             with CompileGate(choices, deadline_s=config.topology.deadline_s) as gate:
                 run = Run(config, inputs, choices, runlog, gate, nodes, target)
                 run.load(checkpoint, accept_changes)
+                checkpoint = None  # its tensors are as large as the optimizer
                 return run.go()
         except BaseException as error:
             runlog.event("failed", {"error": f"{type(error).__name__}: {error}"})

@@ -16,7 +16,7 @@ from draftline.data.tokens import Sample
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import synchronize
 from draftline.runtime.reduce import Reducer
-from draftline.runtime.ring import Ring, RunAhead, Turns, WaitMeter
+from draftline.runtime.ring import Ring, RunAhead, Slot, Turns, WaitMeter
 from draftline.runtime.workers import Crew, Stopped, Worker
 from draftline.train.boundary import Boundary, Duties
 from draftline.train.features import FeatureWorker
@@ -101,13 +101,17 @@ class Pipeline:
                     self._warm_condition.notify_all()
             look()
 
+        devices = {step.device for step in self._steps} | {d for ds in self._spans for d in ds}
+        for device in devices:
+            # Workers' streams do not wait for what this thread queued: weights, a restored state.
+            synchronize(device)
         targets = self._order[len(self._steps) :]
         for index, worker in enumerate(self._order[: len(self._steps)]):
             self._crew.start(worker, lambda w, i=index: self._draft(w, i))  # type: ignore[misc]
         for index, worker in enumerate(targets):
             self._crew.start(worker, lambda w, i=index: self._compute(w, i))  # type: ignore[misc]
         self._crew.watch(watch)
-        for device in {worker.device for worker in self._order}:
+        for device in devices:
             synchronize(device)
         self._gate.check()
 
@@ -142,6 +146,12 @@ class Pipeline:
             self._budget, self._block_size, features.row, worker.device, depth=_AHEAD + 1
         )
         self._warm(worker, f"target-{index}", features.warm, captures=False)
+        with self._turn(worker, self._spans[index]), self._gate.running():
+            features.settle()
+        # Once into every ring, so that no pair of devices meets for the first time in the run.
+        for ring in self.rings:
+            self._copy(stager, ring.first_slot)
+        synchronize(worker.device)
         self._settle(worker)
         ahead, meter = RunAhead(_AHEAD), self.target_waits[index]
         while (job := self._feed.next()) is not None:
@@ -151,10 +161,14 @@ class Pipeline:
             ring = self.rings[job.drafter]
             with meter.measure(worker):
                 slot = ring.acquire(job.sequence, worker)
-            for name, tensor in slot.tensors.items():
-                tensor.copy_(stager.pack[name], non_blocking=True)
+            self._copy(stager, slot)
             ring.publish(job.sequence, job.number, worker)
             ahead.mark(worker)
+
+    @staticmethod
+    def _copy(stager: PackStager, slot: Slot) -> None:
+        for name, tensor in slot.tensors.items():
+            tensor.copy_(stager.pack[name], non_blocking=True)
 
     def _feature_pack(
         self, worker: Worker, index: int, features: FeatureWorker, stager: PackStager, job: Job

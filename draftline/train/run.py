@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -111,14 +112,17 @@ class Run:
             machines=machines,
             rank=0 if nodes is None else nodes.rank,
         )
-        self.saver = Saver(
-            config,
-            inputs,
-            self.parts,
-            runlog,
-            packs_per_step=self.share.packs_per_step,
-            total_steps=self.plan.steps,
-        )
+        self.saver: Saver | None = None
+        if nodes is None or nodes.is_first:
+            # The drafters are equal on all machines; one writes.
+            self.saver = Saver(
+                config,
+                inputs,
+                self.parts,
+                runlog,
+                packs_per_step=self.share.packs_per_step,
+                total_steps=self.plan.steps,
+            )
         self.start = Position(0, 0, 0)
         self.first_step = self.done_steps = 0
         self._spent_before = 0.0
@@ -171,14 +175,15 @@ class Run:
         )
         trackers = Trackers(
             self.runlog,
-            config.train.trackers if self._writes else (),
+            config.train.trackers if self.saver is not None else (),
             config.model_dump(mode="json"),
             total,
-            quiet=not self._writes,
+            quiet=self.saver is None,
         )
         with (
             interrupts() as interrupted,
             trackers,
+            self.saver or contextlib.nullcontext(),
             Crew(config.topology.deadline_s) as crew,
         ):
             duties = self._duties(feed, reporter, interrupted)
@@ -205,12 +210,7 @@ class Run:
                 }
                 self.runlog.event("sealed", facts)
 
-            try:
-                pipeline.run(look, sealed)
-            except Exception:
-                # A checkpoint that is being written is finished; a second Ctrl-C waits for nothing.
-                self.saver.end()
-                raise
+            pipeline.run(look, sealed)
         reporter.say_memory(self.runlog)
         return self._finish(feed, reporter)
 
@@ -234,7 +234,7 @@ class Run:
                 self.runlog.event("first_step", {"seconds": seconds})
             if reports(step):
                 queued[step] = time.perf_counter()
-            if step % train.checkpoint_every == 0 and self._writes:
+            if self.saver is not None and step % train.checkpoint_every == 0:
                 self.saver.save(step, self._position(feed), reporter.seconds)
 
         def report(step: int, sums: list[float]) -> None:
@@ -282,15 +282,10 @@ class Run:
         """The number of the first pack of 0-based `step`."""
         return self.start.number + (step - self.first_step) * self.share.packs_per_step
 
-    @property
-    def _writes(self) -> bool:
-        """Only the first machine writes checkpoints; the drafters are equal."""
-        return self.nodes is None or self.nodes.is_first
-
     def _finish(self, feed: Feed, reporter: Reporter) -> Trained:
         seconds, interrupted = reporter.seconds, self.done_steps < self.plan.steps
         last = None
-        if self._writes:
+        if self.saver is not None:
             last = self.saver.finish(self.done_steps, self._position(feed), seconds)
         self.runlog.event(
             "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from draftline.config import Config
@@ -14,8 +15,12 @@ from draftline.train.inputs import Inputs
 from draftline.train.snapshot import Snapshot
 
 
-class Saver:
-    """Writes the lead drafter's state, which is every drafter's, in the background."""
+class Saver(AbstractContextManager["Saver"]):
+    """Writes the lead drafter's state, which is every drafter's, in the background.
+
+    Leaving the context by an error finishes the checkpoint that is being written; a second Ctrl-C
+    waits for nothing.
+    """
 
     def __init__(
         self,
@@ -80,3 +85,7 @@ class Saver:
         if failure is not None or self._writer.last is None:
             raise CheckpointError(f"the run's last state is lost: {failure}")
         return self._writer.last
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.end()

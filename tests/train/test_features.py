@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +165,7 @@ def test_an_unfinished_file_is_filled_anew(
 ) -> None:
     if "cut" in damage:
         fill(target, samples, tmp_path)
-        with (tmp_path / "features-k.bin").open("r+b") as file:
+        with (tmp_path / "features-k.rows").open("r+b") as file:
             file.truncate(100)
     if "interrupted" in damage:
 
@@ -187,10 +190,27 @@ def test_the_remains_of_an_interrupted_fill_count_as_free_space(
         return usage(capacity, used, capacity - used)
 
     monkeypatch.setattr(shutil, "disk_usage", disk)
-    path = tmp_path / "features-k.bin"
-    path.write_bytes(bytes(size.bytes))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    abandoned = f".features-k.rows.{socket.gethostname()}.{dead.pid}.tmp"
+    (tmp_path / abandoned).write_bytes(bytes(size.bytes))
+    other = tmp_path / ".features-k.rows.elsewhere.1.tmp"
+    other.write_bytes(b"of another machine")
     fill(target, samples, tmp_path)
-    assert (tmp_path / "features-k.done").exists()
+    assert sorted(f.name for f in tmp_path.iterdir()) == [other.name, "features-k.rows"]
+
+
+def test_a_fill_that_fails_leaves_nothing_that_looks_finished(
+    target: Target, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.FeatureCache, "_compute", broken)
+        with pytest.raises(ValueError, match="in the middle"):
+            fill(target, samples, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -217,7 +237,7 @@ def test_sizes_are_those_of_the_file(target: Target, samples: list[Sample], tmp_
         size = feature_size(target, sum(LENGTHS), last_hidden=last_hidden)
         built = fill(target, samples, tmp_path, str(last_hidden), last_hidden=last_hidden)
         assert size.width == built.width
-        assert size.bytes == (tmp_path / f"features-{last_hidden}.bin").stat().st_size
+        assert size.bytes == (tmp_path / f"features-{last_hidden}.rows").stat().st_size
     assert size.gib == size.bytes / 2**30
 
 
