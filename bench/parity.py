@@ -19,11 +19,11 @@ from machine import describe
 
 from draftline.choices import Choices
 from draftline.config_file import load_config
-from draftline.data.packing import build_pack, plan_packs
+from draftline.data.packing import build_pack
 from draftline.model.anchors import Anchors
 from draftline.runtime.compiled import CompileGate
 from draftline.train.assemble import step_spec
-from draftline.train.inputs import open_target, prepare
+from draftline.train.inputs import epoch_packs, open_target, prepare
 from draftline.train.pack_tensors import PackTensors
 from draftline.train.start import feature_worker, first_drafter
 from draftline.train.step import TrainStep, compile_kernels
@@ -41,13 +41,7 @@ def losses(
     drafter = first_drafter(config, inputs, target, worker, choices)
     # Noise would be another on every device.
     spec = replace(step_spec(config, total_steps=steps, packs_per_step=1, machines=1), noise=0.0)
-    packs = plan_packs(
-        [len(s.input_ids) for s in inputs.samples],
-        token_budget=config.token_budget,
-        max_batch_size=config.max_batch_size,
-        seed=0,
-        epoch=0,
-    ).packs
+    packs = epoch_packs(config, inputs.samples, 0).packs
     with CompileGate(choices) as gate:
         step = TrainStep(
             drafter,

@@ -14,7 +14,8 @@ import typer
 
 from draftline import __version__
 from draftline.cli_bench import bench_app
-from draftline.cli_plan import ConfigFile, Overrides, plan_command
+from draftline.cli_options import ConfigFile, Overrides
+from draftline.cli_plan import plan_command
 from draftline.errors import ConfigError, DraftlineError
 
 app = typer.Typer(

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Dotted overrides, such as max_anchors=256.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Every number as JSON.")]
+from draftline.cli_options import AsJson, ConfigFile, Overrides
 
 bench_app = typer.Typer(
     help="Measure a configuration with random weights; its target may be a config.json only.",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Dotted overrides, such as train.steps=200.")
-]
+from draftline.cli_options import AsJson, ConfigFile, Overrides
 
 
 def plan_command(
@@ -24,7 +20,7 @@ def plan_command(
         typer.Option(help="Plan for GPUs that are not here: 8x141 (GiB each) or 8xH200."),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines like this one.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Place workers, count steps, hours, memory and disk; load and allocate nothing.
 
@@ -35,9 +31,8 @@ def plan_command(
 
     from draftline.choices import Choices
     from draftline.config_file import load_config
-    from draftline.data.packing import plan_packs
     from draftline.runtime.devices import parse_devices, visible_devices
-    from draftline.train.inputs import prepare
+    from draftline.train.inputs import epoch_packs, prepare
     from draftline.train.placement import place
     from draftline.train.plan import plan_run
 
@@ -46,13 +41,7 @@ def plan_command(
     available = visible_devices() if devices is None else parse_devices(devices)
     inputs = prepare(loaded, choices, available, estimate=True)
     placement = place(loaded, inputs.facts, available, choices, nodes=nodes)
-    packs = plan_packs(
-        [len(sample.input_ids) for sample in inputs.samples],
-        token_budget=loaded.token_budget,
-        max_batch_size=loaded.max_batch_size,
-        seed=loaded.run.seed,
-        epoch=0,
-    )
+    packs = epoch_packs(loaded, inputs.samples, 0)
     plan = plan_run(loaded, inputs, packs, placement, available, nodes=nodes, rate=rate)
     if as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=1))

@@ -31,11 +31,12 @@ ALLOWED: dict[str, set[str]] = {
     "decode": _GROUND | _ROOMS,
     "export": _GROUND | _ROOMS,
     "demo.run": _GROUND | _ROOMS | {"train", "decode", "export"},
-    "cli_plan": _GROUND | _ROOMS | {"train"},
-    "cli_bench": _GROUND | _ROOMS | {"train"},
+    "cli_options": set(),
+    "cli_plan": _GROUND | _ROOMS | {"train", "cli_options"},
+    "cli_bench": _GROUND | _ROOMS | {"train", "cli_options"},
     "cli": _GROUND
     | _ROOMS
-    | {"train", "decode", "export", "demo.run", "cli_plan", "cli_bench", ""},
+    | {"train", "decode", "export", "demo.run", "cli_options", "cli_plan", "cli_bench", ""},
     "__main__": {"cli"},
     "": set(),
 }

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftline.errors import TargetError
+from draftline.model.probe import find_ends
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
-from draftline.model.target import stop_ids
+from draftline.model.target import auto_dtype, decoder_layers, stop_ids
 
 # A directory with none of these has no tokenizer; with one of them, it must load.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -45,7 +46,8 @@ class StoredRows:
 class TargetFacts:
     """A target's sizes, by the names that `Target` has, without a weight in memory.
 
-    Bytes are of parameters in `dtype`: `total_bytes` all of them; `trunk_bytes` the embedding and
+    Bytes are of parameters in `dtype`: `total_bytes` all of them, which a loaded
+    target keeps; `trunk_bytes` the embedding and
     the layers up to the last tap, which is what features need; `head_bytes` is 0 when the head is
     the embedding. `trunk_flops` and `total_flops` are matrix work a token, 2 a weight that the token
     passes (of experts, those it is routed to), attention scores and head left out. `tokenizer` is
@@ -72,11 +74,6 @@ class TargetFacts:
     def embedding_rows(self) -> int:
         return self.embedding.shape[0]
 
-    def feature_bytes(self, tokens: int, *, last_hidden: bool) -> int:
-        """Bytes of the taps of `tokens` tokens, and of their last hidden states where needed."""
-        width = (len(self.taps) + int(last_hidden)) * self.hidden_size
-        return tokens * width * self.dtype.itemsize
-
 
 def read_facts(
     path: str,
@@ -96,7 +93,7 @@ def read_facts(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     if dtype == "auto":
-        dtype = "bfloat16" if device_type == "cuda" else "float32"
+        dtype = auto_dtype(device_type)
     source = resolve_target(path)
     remote = {"trust_remote_code": trust_remote_code}
     part = "tokenizer (tokenizer.json, tokenizer_config.json)"
@@ -129,18 +126,9 @@ def _facts(
     model: Any, tokenizer: Any, source: str, taps: Sequence[int] | None, num_taps: int
 ) -> TargetFacts:
     text = model.config.get_text_config()
-    num_layers, name = int(text.num_hidden_layers), type(model).__name__
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) < num_layers:
-        raise TargetError(
-            f"{name}: no list of {num_layers} decoder layers found; draftline taps decoder-only "
-            "models"
-        )
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None:
-        raise TargetError(f"{name} has no token embedding or no output head")
-    if getattr(head, "bias", None) is not None:
-        raise TargetError(f"{name}: an output head with a bias is not supported")
+    num_layers = int(text.num_hidden_layers)
+    layers = decoder_layers(model)
+    embedding, head = find_ends(model)
     chosen = check_taps(taps, num_layers) if taps is not None else choose_taps(num_layers, num_taps)
     rows = embedding.weight
     embedding_bytes = _bytes([rows])

@@ -11,6 +11,20 @@ from draftline.errors import TargetError
 from draftline.model.head import Head
 
 
+def find_ends(model: Any) -> tuple[Any, Any]:
+    """The modules of token embedding and output head, each with a `weight`.
+
+    Raises TargetError when there is none, or when the head has a bias.
+    """
+    name = type(model).__name__
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise TargetError(f"{name} has no token embedding or no output head")
+    if getattr(head, "bias", None) is not None:
+        raise TargetError(f"{name}: an output head with a bias is not supported")
+    return embedding, head
+
+
 @torch.no_grad()
 def probe(model: Any, first_layer: nn.Module) -> tuple[float, Head]:
     """Embedding scale and head of `model`, as 8 real tokens show them.
@@ -20,11 +34,7 @@ def probe(model: Any, first_layer: nn.Module) -> tuple[float, Head]:
     with the final hidden state times a constant.
     """
     name = type(model).__name__
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if None in ends:
-        raise TargetError(f"{name} has no token embedding or no output head")
-    if getattr(ends[1], "bias", None) is not None:
-        raise TargetError(f"{name}: an output head with a bias is not supported")
+    ends = find_ends(model)
     embedding: Tensor = ends[0].weight
     head_weight: Tensor = ends[1].weight
     rows = min(embedding.shape[0], head_weight.shape[0])

@@ -45,12 +45,7 @@ class Target:
         text_config = model.config.get_text_config()
         self.num_layers = int(text_config.num_hidden_layers)
         self.hidden_size = int(text_config.hidden_size)
-        layers = getattr(model.get_decoder(), "layers", None)
-        if not isinstance(layers, nn.ModuleList) or len(layers) < self.num_layers:
-            raise TargetError(
-                f"{type(model).__name__}: no list of {self.num_layers} decoder layers found at "
-                f"{type(model.get_decoder()).__name__}.layers; draftline taps decoder-only models"
-            )
+        layers = decoder_layers(model)
         self.taps = (
             check_taps(taps, self.num_layers)
             if taps is not None
@@ -183,6 +178,23 @@ class Target:
         return tapped
 
 
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a causal LM, in order; raises TargetError where they are no such list."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    wanted = int(model.config.get_text_config().num_hidden_layers)
+    if not isinstance(layers, nn.ModuleList) or len(layers) < wanted:
+        raise TargetError(
+            f"{type(model).__name__}: no list of {wanted} decoder layers found at "
+            f"{type(model.get_decoder()).__name__}.layers; draftline taps decoder-only models"
+        )
+    return layers
+
+
+def auto_dtype(device_type: str) -> str:
+    """What dtype=auto stands for on `device_type`."""
+    return "bfloat16" if device_type == "cuda" else "float32"
+
+
 def load_target(
     path: str,
     *,
@@ -208,7 +220,7 @@ def load_target(
     devices = (device,) if isinstance(device, torch.device) else tuple(dict.fromkeys(device))
     on_cuda = devices[0].type == "cuda"
     if dtype == "auto":
-        dtype = "bfloat16" if on_cuda else "float32"
+        dtype = auto_dtype("cuda" if on_cuda else "cpu")
         if choices is not None:
             reason = "CUDA tensor cores" if on_cuda else "bfloat16 is slow on a CPU"
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)

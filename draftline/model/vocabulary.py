@@ -13,6 +13,7 @@ from draftline.choices import Choices
 from draftline.errors import ConfigError
 
 _MASK_NAMES = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|fim_pad|>")
+_DEAD_ROW = "is an embedding row of zeros or non-finite values"
 
 
 class Vocabulary(Protocol):
@@ -86,8 +87,8 @@ def _problem(target: Vocabulary, token_id: int, used: NDArray[np.int64]) -> str 
     if token_id >= target.embedding.shape[0]:
         return "is outside the target's embedding"
     row = target.embedding[token_id]
-    if row is not None and not (bool(torch.isfinite(row).all()) and bool(row.any())):
-        return "is an embedding row of zeros or non-finite values"
+    if row is not None and _is_dead(row):
+        return _DEAD_ROW
     tokenizer = target.tokenizer
     reserved = {*target.stop_ids}
     for name in ("bos", "eos", "pad", "unk"):
@@ -99,6 +100,20 @@ def _problem(target: Vocabulary, token_id: int, used: NDArray[np.int64]) -> str 
     if token_id < len(used) and used[token_id]:
         return f"occurs {int(used[token_id])} times in the training tokens"
     return None
+
+
+def check_mask_row(embedding: Tensor, token_id: int) -> None:
+    """Raises ConfigError when row `token_id` of the loaded `embedding [rows, hidden]` cannot mask a
+    slot: where the checkpoint was not at hand before, nothing was known of the row."""
+    if _is_dead(embedding[token_id]):
+        raise ConfigError(
+            f"drafter.mask_token_id={token_id} {_DEAD_ROW}; set an id of 0..{len(embedding) - 1} that "
+            "never occurs in your data"
+        )
+
+
+def _is_dead(row: Tensor) -> bool:
+    return not (bool(torch.isfinite(row).all()) and bool(row.any()))
 
 
 def choose_draft_vocabulary(

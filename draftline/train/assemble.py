@@ -15,6 +15,7 @@ from draftline.choices import Choices
 from draftline.config import Config
 from draftline.model.losses import LossSpec
 from draftline.model.target import Target
+from draftline.model.vocabulary import check_mask_row
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import keep_float32_exact
 from draftline.runtime.graphs import GraphPool
@@ -88,6 +89,7 @@ def assemble(
     keep_float32_exact(placement.devices)
     if target is None or target.devices != placement.targets[0]:
         target = open_target(config, choices, placement.targets[0])
+    check_mask_row(target.embedding, inputs.shape.mask_token_id)
     key = feature_key(config, inputs.samples, target)
     devices = list(dict.fromkeys(placement.drafters))
     ends = {device: target.ends(device) for device in devices}

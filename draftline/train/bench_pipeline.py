@@ -22,7 +22,6 @@ import torch
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.config_file import build_config
-from draftline.data.packing import plan_packs
 from draftline.data.tokens import Sample
 from draftline.errors import ConfigError
 from draftline.model.facts import TargetFacts
@@ -30,7 +29,7 @@ from draftline.model.init import build_shape
 from draftline.model.target import Target
 from draftline.runtime.devices import synchronize, visible_devices
 from draftline.train.bench_step import bench_step
-from draftline.train.inputs import Inputs, open_facts
+from draftline.train.inputs import Inputs, epoch_packs, open_facts
 from draftline.train.loop import train
 from draftline.train.placement import Placement, device_type, place
 from draftline.train.start import feature_worker
@@ -141,6 +140,10 @@ def _inputs(config: Config, facts: TargetFacts) -> Inputs:
     token_ids = None
     if config.drafter.vocab_size is not None:
         token_ids = torch.arange(config.drafter.vocab_size)
+    mask_token = config.drafter.mask_token_id
+    if mask_token is None:
+        # Of a random target the row that pads is zero, and that is mostly one of the first.
+        mask_token = facts.embedding_rows - 1
     return Inputs(
         facts=facts,
         samples=samples,
@@ -148,7 +151,7 @@ def _inputs(config: Config, facts: TargetFacts) -> Inputs:
         rows=count,
         supervised_tokens=count * (length - 1),
         cut_turns=0,
-        shape=build_shape(config, facts, config.drafter.mask_token_id or 0),
+        shape=build_shape(config, facts, mask_token),
         token_ids=token_ids,
         estimated=False,
     )
@@ -173,13 +176,7 @@ def _alone(config: Config, inputs: Inputs, target: Target, choices: Choices) -> 
     """Milliseconds a pack of one target with nobody beside it."""
     worker = feature_worker(config, inputs, target, None, target.device, choices)
     worker.warm()
-    packs = plan_packs(
-        [len(sample.input_ids) for sample in inputs.samples],
-        token_budget=config.token_budget,
-        max_batch_size=config.max_batch_size,
-        seed=0,
-        epoch=0,
-    ).packs
+    packs = epoch_packs(config, inputs.samples, 0).packs
 
     def run() -> None:
         for index in range(_ALONE_PACKS):

@@ -222,8 +222,18 @@ def _remove_abandoned(path: Path) -> None:
     host = socket.gethostname()
     for part in path.parent.glob(f".{path.name}.{host}.*.tmp"):
         number = part.name.removesuffix(".tmp").rpartition(".")[2]
-        if number.isdigit() and not Path(f"/proc/{number}").exists():
+        if number.isdigit() and not _runs(int(number)):
             part.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _reserve(path: Path, size: FeatureSize) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.conversations import Reading, Reject, read_conversations
+from draftline.data.packing import PackPlan, plan_packs
 from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
 from draftline.demo import resolve_data
 from draftline.errors import TargetError
@@ -96,6 +97,17 @@ def open_target(
         num_taps=config.target.num_taps,
         trust_remote_code=config.target.trust_remote_code,
         choices=choices,
+    )
+
+
+def epoch_packs(config: Config, samples: Sequence[Sample], epoch: int) -> PackPlan:
+    """The packs of one epoch, in their order."""
+    return plan_packs(
+        [len(sample.input_ids) for sample in samples],
+        token_budget=config.token_budget,
+        max_batch_size=config.max_batch_size,
+        seed=config.run.seed,
+        epoch=epoch,
     )
 
 

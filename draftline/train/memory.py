@@ -11,8 +11,9 @@ import torch
 from draftline.config import Config
 from draftline.errors import DeviceError
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
+from draftline.train.features import feature_size
 from draftline.train.inputs import Inputs
-from draftline.train.placement import Placement, target_weight_bytes
+from draftline.train.placement import Placement
 
 _GIB = 2**30
 # input_ids, conversation, position, start int32; loss_mask, anchor_mask bool.
@@ -47,7 +48,8 @@ def device_memory(
     facts = inputs.facts
     # Ends and rows of a target that spans devices are on its first.
     firsts = [span[0] for span in placement.targets]
-    pack = facts.feature_bytes(config.token_budget, last_hidden=config.loss.soft_labels > 0)
+    soft = config.loss.soft_labels > 0
+    pack = feature_size(facts, config.token_budget, last_hidden=soft).bytes
     cached = config.features.source != "online"
     rows = []
     for device in placement.devices:
@@ -56,7 +58,7 @@ def device_memory(
         once = [span for i, span in enumerate(spans) if len(span) > 1 or span not in spans[:i]]
         mine = [s for d, s in zip(placement.drafters, placement.slots, strict=True) if d == device]
         parts = {
-            "target": 0 if cached else sum(target_weight_bytes(facts) // len(s) for s in once),
+            "target": 0 if cached else sum(facts.total_bytes // len(s) for s in once),
             "features": firsts.count(device) * pack,
         }
         for name, size in _drafter_bytes(config, inputs).items():
@@ -68,16 +70,14 @@ def device_memory(
         parts["step"] = len(mine) * _step_bytes(config, inputs, device)
         if cached and device in placement.targets[0]:
             # One target fills the cache and goes before the drafters come: of the two what is more.
-            filling = target_weight_bytes(facts) // len(placement.targets[0]) + pack
+            filling = facts.total_bytes // len(placement.targets[0]) + pack
             parts["target"] = max(0, filling - sum(parts.values()))
         name, free = "CPU", free_host_bytes()
         if device.type == "cuda":
             gpu = available[device.index]
             name, free = gpu.name, gpu.free_bytes
         elif config.features.source == "memory":
-            parts["cache"] = facts.feature_bytes(
-                inputs.tokens, last_hidden=config.loss.soft_labels > 0
-            )
+            parts["cache"] = feature_size(facts, inputs.tokens, last_hidden=soft).bytes
         rows.append(DeviceMemory(device, name, parts, free))
     return tuple(rows)
 

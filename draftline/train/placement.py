@@ -155,11 +155,6 @@ def accumulation(config: Config, drafters: int, nodes: int = 1) -> int:
     return packs // workers
 
 
-def target_weight_bytes(facts: TargetFacts) -> int:
-    """Bytes of one loaded target: `load_target` keeps every layer, those behind the last tap too."""
-    return facts.total_bytes
-
-
 Spans = Sequence[tuple[torch.device, ...]]
 
 
@@ -206,7 +201,7 @@ def _rest(
 def _span(facts: TargetFacts, available: Sequence[DeviceFacts]) -> int:
     """GPUs that one target needs for its weights."""
     room = _TARGET_SHARE * min(gpu.free_bytes for gpu in available)
-    return max(1, math.ceil(target_weight_bytes(facts) / max(room, 1.0)))
+    return max(1, math.ceil(facts.total_bytes / max(room, 1.0)))
 
 
 def _spans(devices: Spans, span: int) -> list[tuple[torch.device, ...]]:

@@ -11,6 +11,7 @@ from draftline.config import Config
 from draftline.data.packing import PackPlan
 from draftline.errors import ConfigError
 from draftline.runtime.devices import DeviceFacts
+from draftline.train.features import feature_size
 from draftline.train.inputs import Inputs
 from draftline.train.memory import DeviceMemory, check_memory, device_memory, memory_table
 from draftline.train.placement import Placement, accumulation
@@ -160,7 +161,9 @@ def plan_run(
         hours=_hours(config, inputs, placement, memory, steps * together / nodes, computed, rate),
         placement=placement,
         memory=memory,
-        cache_bytes=inputs.facts.feature_bytes(inputs.tokens, last_hidden=soft) if cached else 0,
+        cache_bytes=feature_size(inputs.facts, inputs.tokens, last_hidden=soft).bytes
+        if cached
+        else 0,
         checkpoint_bytes=checkpoint,
         # The new one is complete before the oldest goes.
         disk_bytes=checkpoint * (config.train.keep_checkpoints + 1),

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 
 from draftline.choices import Choices
 from draftline.config import Config
-from draftline.data.packing import PackPlan, plan_packs
 from draftline.errors import RunError
 from draftline.model.target import Target
 from draftline.runlog import RunLog
@@ -29,7 +28,7 @@ from draftline.train.assemble import assemble
 from draftline.train.boundary import Duties
 from draftline.train.checkpoint import Checkpoint
 from draftline.train.feed import Feed, Position, Share
-from draftline.train.inputs import Inputs
+from draftline.train.inputs import Inputs, epoch_packs
 from draftline.train.interrupts import interrupts
 from draftline.train.pipeline import Pipeline
 from draftline.train.placement import place
@@ -78,9 +77,8 @@ class Run:
         machines = 1 if nodes is None else nodes.count
         available = visible_devices()
         placement = place(config, inputs.facts, available, choices, nodes=machines)
-        self.lengths = [len(s.input_ids) for s in inputs.samples]
-        # Of an epoch only its packs are needed twice, by the plan and by the feed.
-        self.packs_of = lru_cache(maxsize=2)(self._packs_of)
+        # The first epoch's packs are needed twice, by the plan and by the feed.
+        self.packs_of = lru_cache(maxsize=2)(partial(epoch_packs, config, inputs.samples))
         self.plan = plan_run(config, inputs, self.packs_of(0), placement, available, nodes=machines)
         for line in self.plan.lines():
             log.info(line)
@@ -302,12 +300,3 @@ class Run:
     def _position(self, feed: Feed) -> Position:
         """Where the next step begins."""
         return feed.position(self._number(self.done_steps))
-
-    def _packs_of(self, epoch: int) -> PackPlan:
-        return plan_packs(
-            self.lengths,
-            token_budget=self.config.token_budget,
-            max_batch_size=self.config.max_batch_size,
-            seed=self.config.run.seed,
-            epoch=epoch,
-        )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftline.model.anchors import Anchors, build_blocks, sample_anchors
-from draftline.model.drafter import Drafter, Mask, Rope
+from draftline.model.drafter import Drafter, Mask
 from draftline.model.head import TargetEnds
 from draftline.model.losses import (
     LossKernels,
@@ -70,18 +71,8 @@ def compile_kernels(
         draft_id = torch.full((rows,), -1, device=device)
         draft_id[ids] = torch.arange(len(ids), device=device)
 
-    def forward(
-        drafter: Drafter,
-        features: Tensor,
-        block: Tensor,
-        context_rope: Rope,
-        block_rope: Rope,
-        full_mask: Mask,
-        sliding_mask: Mask | None,
-    ) -> Tensor:
-        return drafter.states(
-            features, block, context_rope, block_rope, full_mask, sliding_mask, predictions=True
-        )
+    def forward(drafter: Drafter, *inputs: Any) -> Tensor:
+        return drafter.states(*inputs, predictions=True)
 
     passes = build_loss_kernels(spec.loss, drafted.head)
     return StepKernels(

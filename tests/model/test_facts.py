@@ -20,6 +20,7 @@ from draftline.model.facts import TargetFacts, read_facts
 from draftline.model.init import build_shape
 from draftline.model.target import load_target
 from draftline.model.vocabulary import choose_mask_token
+from draftline.train.features import feature_size
 
 CPU = torch.device("cpu")
 TAPS = (0, 2, 3)
@@ -88,7 +89,7 @@ def test_dtype_follows_the_device_and_halves_the_bytes(target_dir: Build) -> Non
     assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
     assert wide.total_bytes == 2 * narrow.total_bytes
     assert facts_of(path, dtype="float32", device_type="cuda").dtype == torch.float32
-    assert narrow.feature_bytes(10, last_hidden=True) == 10 * 4 * 32 * 2
+    assert feature_size(narrow, 10, last_hidden=True).bytes == 10 * 4 * 32 * 2
 
 
 def test_nothing_of_the_model_is_allocated(target_dir: Build, tmp_path: Path) -> None:

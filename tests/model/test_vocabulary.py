@@ -14,7 +14,7 @@ from fakes import SPECIAL, VOCAB_SIZE, tiny_tokenizer
 from draftline.choices import Choices
 from draftline.errors import ConfigError
 from draftline.model.target import load_target
-from draftline.model.vocabulary import choose_draft_vocabulary, choose_mask_token
+from draftline.model.vocabulary import check_mask_row, choose_draft_vocabulary, choose_mask_token
 
 UNUSED = np.zeros(VOCAB_SIZE, np.int64)
 SPARE = SPECIAL.index("<|spare|>")
@@ -152,3 +152,12 @@ def test_the_whole_vocabulary_is_the_most_there_is() -> None:
     assert choose_draft_vocabulary(counts, 3, (0,)).tolist() == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"drafter.vocab_size=4 .* vocabulary of 3"):
         choose_draft_vocabulary(counts, 4, ())
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_loaded_mask_row_that_says_nothing_is_refused(value: float) -> None:
+    embedding = torch.ones(6, 4)
+    check_mask_row(embedding, 5)
+    embedding[5] = value
+    with pytest.raises(ConfigError, match=r"mask_token_id=5 is an embedding row of zeros.*0\.\.5"):
+        check_mask_row(embedding, 5)

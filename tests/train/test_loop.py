@@ -24,9 +24,11 @@ from runs import (
     write_talks,
 )
 
+from draftline.choices import Choices
 from draftline.config import Config
-from draftline.errors import CheckpointError, ResumeError, RunError
+from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError
 from draftline.train.checkpoint import checkpoint_paths
+from draftline.train.inputs import open_target, prepare
 from draftline.train.loop import train
 from draftline.train.step import TrainStep
 
@@ -243,3 +245,15 @@ def test_a_terminated_run_saves_as_an_interrupted_one_does(
     done = train(config())
     assert (done.interrupted, done.step) == (True, 4)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_mask_row_that_was_not_at_hand_before_is_checked_once_it_is_loaded(
+    config: Callable[..., Config],
+) -> None:
+    settings = config()
+    inputs = prepare(settings, Choices())
+    target = open_target(settings, Choices())
+    with torch.no_grad():
+        target.embedding[inputs.shape.mask_token_id] = 0
+    with pytest.raises(ConfigError, match="embedding row of zeros"):
+        train(settings, inputs=inputs, target=target)
