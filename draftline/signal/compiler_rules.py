@@ -1,0 +1,191 @@
+"""Rules for what the compiler did: each looks for its own evidence and answers None without it."""
+
+from __future__ import annotations
+
+from draftline.signal.cause import (
+    Cause,
+    Rule,
+    because,
+    calls_a_step,
+    first_text,
+    peak_over_floor,
+)
+from draftline.signal.evidence import Evidence
+
+_STORM_SHARE = 0.5
+# More requests a step than this are not left-overs around a replayed graph (reading a metric is one).
+_CAPTURED_CALLS = 20
+
+
+def eager_flex(seen: Evidence) -> Cause | None:
+    warned = seen.events("eager_flex", steady=False)
+    if not warned:
+        return None
+    return Cause(
+        "eager_flex",
+        "high",
+        "flex_attention ran without torch.compile: PyTorch said so, and then it builds every score in "
+        f"memory. {peak_over_floor(seen)}".strip(),
+        "compile the function that calls flex_attention (torch.compile(..., fullgraph=True)) and turn "
+        "the warning into an error: warnings.filterwarnings('error', message='flex_attention called "
+        "without torch.compile')",
+    )
+
+
+def recompile_limit(seen: Evidence) -> Cause | None:
+    hit = seen.events("recompile_limit", steady=False)
+    count = seen.total("recompile_limits") or 0
+    if not hit and not count:
+        return None
+    why = first_text(hit) or first_text(seen.events("recompile", steady=False))
+    return Cause(
+        "recompile_limit",
+        "high",
+        f"{max(int(count), len(hit))} function(s) reached the recompile limit and have run uncompiled "
+        f"since{because(why)}.",
+        "make what changes between calls constant (pad to fixed shapes, pass tensors instead of Python "
+        "numbers), and compile with fullgraph=True, which turns the limit into an error",
+    )
+
+
+def compile_storm(seen: Evidence) -> Cause | None:
+    compiled = _compiles(seen)
+    if compiled is None or seen.count == 0:
+        return None
+    number, steps_hit = compiled
+    spent = seen.grown("compile_s")
+    share = spent / seen.seconds if spent is not None and seen.seconds else None
+    if number < 5 or not ((share or 0) >= _STORM_SHARE or steps_hit >= 0.5 * seen.count):
+        return None
+    took = "" if share is None else f", {100 * min(share, 1):.0f} % of the time"
+    why = first_text(seen.events("recompile", steady=False))
+    return Cause(
+        "compile_storm",
+        "high",
+        f"{number} compiles in {seen.count} steps after the start, in {steps_hit} of the steps{took}"
+        f"{because(why)}.",
+        "build compiled functions once, outside the loop, and warm every shape before it; find the "
+        "callers with TORCH_LOGS=recompiles",
+    )
+
+
+def recompiling(seen: Evidence) -> Cause | None:
+    compiled = _compiles(seen)
+    if compiled is None or compiled[0] == 0:
+        return None
+    number, steps_hit = compiled
+    again = seen.events("recompile")
+    why = first_text(again)
+    sealed = "compiled" in seen.program.expects
+    if steps_hit < 2 and number < 2 and not again and not sealed:
+        return None
+    return Cause(
+        "recompiling",
+        "high" if steps_hit >= 2 or again or sealed else "medium",
+        f"{number} compile(s) in {seen.count} steps after the start{because(why)}.",
+        "make that argument constant or warm all its values before the loop; with "
+        "torch.compiler.set_stance('fail_on_recompile') the first one raises"
+        + ("" if why else "; TORCH_LOGS=recompiles names the argument"),
+    )
+
+
+def graph_breaks(seen: Evidence) -> Cause | None:
+    count = seen.total("graph_breaks") or 0
+    events = seen.events("graph_break", steady=False)
+    if not count and not events:
+        return None
+    return Cause(
+        "graph_breaks",
+        "high",
+        f"{max(int(count), len(events))} graph break(s): parts of the step run uncompiled"
+        f"{because(first_text(events))}.",
+        "compile with fullgraph=True, which raises where the graph breaks; TORCH_LOGS=graph_breaks "
+        "names the lines",
+    )
+
+
+def not_compiled(seen: Evidence) -> Cause | None:
+    frames, compiles = seen.total("frames"), seen.total("compiles")
+    expected = "compiled" in seen.program.expects
+    off = _switched_off(seen)
+    nothing = frames == 0 or (frames is None and compiles == 0)
+    if off and (expected or nothing):
+        return Cause(
+            "not_compiled", "high", f"{off}. {calls_a_step(seen)}{peak_over_floor(seen)}", _COMPILE
+        )
+    if not nothing or (frames is None and not expected):
+        return None
+    return Cause(
+        "not_compiled",
+        "high" if expected else "medium",
+        "Dynamo compiled nothing in this process, so every step ran as separate eager operations"
+        f"{', though the program expects a compiled step' if expected else ''}. "
+        f"{calls_a_step(seen)}{peak_over_floor(seen)}",
+        _COMPILE,
+    )
+
+
+_COMPILE = (
+    "check that the step goes through torch.compile (TORCH_COMPILE_DISABLE unset, no force_eager "
+    "stance, no exception that was caught) and compile it with fullgraph=True; if the program means to "
+    "run eagerly, this is no fault"
+)
+
+
+def no_graph_capture(seen: Evidence) -> Cause | None:
+    skips = (seen.total("capture_skips") or 0) + len(seen.events("capture_skip", steady=False))
+    replays, calls = seen.grown("graph_replays"), seen.gained("allocator_calls")
+    expected = "captured" in seen.program.expects
+    again = seen.grown("captures") or 0
+    reason = ""
+    if skips:
+        reason = f"PyTorch refused a CUDA graph {int(skips)} time(s)"
+        reason += because(first_text(seen.events("capture_skip", steady=False)))
+    elif again >= 2:
+        reason = f"graphs were captured again {int(again)} times in {seen.count} steps"
+    elif expected and replays is not None and replays < seen.count / 2:
+        reason = (
+            f"{int(replays)} graph replays in {seen.count} steps of a program that expects them"
+        )
+    elif expected and replays is None and len(calls) and calls.sum() > _CAPTURED_CALLS * seen.count:
+        reason = "the program expects a captured step, and its steps still ask for memory"
+    if not reason:
+        return None
+    return Cause(
+        "no_graph_capture",
+        "high",
+        f"{reason}. {calls_a_step(seen)}".strip(),
+        "capture the whole step with constant inputs on the device (no CPU tensors, no mutated "
+        "inputs, no .item()) before the loop, and replay that one graph",
+    )
+
+
+def _compiles(seen: Evidence) -> tuple[int, int] | None:
+    """Compiles in the steady state and the number of steps that had one; None where unknown."""
+    for name in ("compiles", "frames"):
+        gained = seen.gained(name)
+        if len(gained):
+            return int(gained.clip(min=0).sum()), int((gained > 0).sum())
+    events = seen.events("compile")
+    return (len(events), len(events)) if events else None
+
+
+def _switched_off(seen: Evidence) -> str:
+    facts = seen.program.facts
+    if facts.get("dynamo_disabled") is True:
+        return "Dynamo is switched off in this process (TORCH_COMPILE_DISABLE or config.disable)"
+    if facts.get("stance") == "force_eager":
+        return "the compiler's stance is force_eager"
+    return ""
+
+
+# In the order of their say.
+COMPILER_RULES: tuple[Rule, ...] = (
+    eager_flex,
+    compile_storm,
+    recompile_limit,
+    recompiling,
+    graph_breaks,
+    not_compiled,
+    no_graph_capture,
+)

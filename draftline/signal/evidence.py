@@ -1,0 +1,198 @@
+"""What one device's part of a trace shows in its steady state, in the terms that causes are judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from draftline.signal.phases import PAUSES, Phase, find_phases, steady_windows
+from draftline.signal.shape import MIB, Shape, find_shape
+from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
+
+# The allocator's own figures are exact: what moves by less is one small segment.
+ALLOCATOR_TOLERANCE_BYTES = 2 * MIB
+# A step this much longer than the usual one had something else in it: an unmarked pause.
+_PAUSE_TIMES = 8.0
+_PAUSE_S = 0.25
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One device: its `samples` (driver), `steps` (counters) and `snapshots`, whichever there are."""
+
+    device: str
+    trace: Trace
+    samples: Samples | None
+    steps: Steps | None
+    snapshots: tuple[Snapshot, ...]
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        return find_phases(self.trace, self.samples, self.steps)
+
+    @cached_property
+    def windows(self) -> list[tuple[float, float]]:
+        return steady_windows(self.phases, self.steps)
+
+    @property
+    def program(self) -> Program:
+        return self.trace.program or Program()
+
+    @cached_property
+    def seconds(self) -> float:
+        """Length of the steady state."""
+        return sum(stop - start for start, stop in self.windows)
+
+    @cached_property
+    def inside(self) -> npt.NDArray[np.bool_]:
+        """Which steps [n] lie, with their whole length, in the steady state; the first never does."""
+        if self.steps is None:
+            return np.zeros(0, bool)
+        times = self.steps.time_s
+        found = np.zeros(len(times), bool)
+        for start, stop in self.windows:
+            held = (times >= start) & (times <= stop)
+            found[1:] |= held[1:] & held[:-1]
+        return found & ~self.breaks
+
+    @cached_property
+    def breaks(self) -> npt.NDArray[np.bool_]:
+        """Which steps [n] came after an unmarked pause: far longer than the usual step, without a
+        compile, and with another number of allocator calls where that is known."""
+        steps = self.steps
+        if steps is None or len(steps.time_s) < 3:
+            return np.zeros(0 if steps is None else len(steps.time_s), bool)
+        length = np.diff(steps.time_s, prepend=np.nan)
+        usual = float(np.nanmedian(length))
+        long = np.nan_to_num(length, nan=0.0) > max(_PAUSE_TIMES * usual, _PAUSE_S)
+        for name in ("compiles", "frames", "recompiles", "retries"):
+            column = steps.known(name)
+            if column is not None:
+                long[1:] &= ~(np.diff(column) > 0)
+        return long
+
+    @property
+    def count(self) -> int:
+        """Steps in the steady state, those between two sparse records included."""
+        return int(self.between.sum()) if self.steps is not None else 0
+
+    @cached_property
+    def between(self) -> Column:
+        """Steps that each steady record stands for."""
+        assert self.steps is not None
+        return np.diff(self.steps.number, prepend=np.nan)[self.inside]
+
+    def known(self, name: str) -> bool:
+        return self.steps is not None and self.steps.known(name) is not None
+
+    def gained(self, name: str) -> Column:
+        """Growth of a total at each steady record; empty where it is unknown."""
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None:
+            return np.empty(0)
+        growth = np.diff(column, prepend=np.nan)[self.inside]
+        return growth[np.isfinite(growth)]
+
+    def grown(self, name: str) -> float | None:
+        """Growth of a total over the steady state, None where it is unknown."""
+        growth = self.gained(name)
+        return float(growth.clip(min=0).sum()) if len(growth) else None
+
+    def total(self, name: str) -> float | None:
+        """The last known reading of a total, over the whole run."""
+        column = self.steps.known(name) if self.steps is not None else None
+        return None if column is None else float(column[np.isfinite(column)][-1])
+
+    def level(self, name: str) -> Column:
+        """Readings of a level at the steady records."""
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None:
+            return np.empty(0)
+        values = column[self.inside]
+        return values[np.isfinite(values)]
+
+    def events(self, kind: str, *, steady: bool = True) -> list[Event]:
+        """Events of this device, or of none, in the steady state or in the whole trace."""
+        return [
+            event
+            for event in self.trace.events
+            if event.kind == kind
+            and event.device in (None, self.device)
+            and (not steady or any(a <= event.time_s <= b for a, b in self.windows))
+        ]
+
+    def _shape(self, name: str) -> Shape:
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None or self.steps is None:
+            return Shape("unknown", f"{name} is not recorded")
+        kept = np.where(self.inside, column, np.nan)
+        return find_shape(self.steps.time_s, kept, self.windows, ALLOCATOR_TOLERANCE_BYTES)
+
+    @cached_property
+    def seen(self) -> Shape:
+        """Of the device's memory as the driver sees it."""
+        if self.samples is None:
+            return Shape("unknown", "the device was not sampled")
+        return find_shape(self.samples.time_s, self.samples.used_bytes, self.windows)
+
+    @cached_property
+    def held(self) -> Shape:
+        """Of what the caching allocator holds."""
+        return self._shape("reserved_bytes")
+
+    @cached_property
+    def floor(self) -> Shape:
+        """Of what tensors occupy between two steps."""
+        return self._shape("allocated_bytes")
+
+    @cached_property
+    def others(self) -> tuple[Shape, str] | None:
+        """The memory of other processes (or of none of PyTorch's) and how it is known; None where it
+        cannot be told."""
+        samples = self.samples
+        if samples is None:
+            return None
+        pids = samples.by_process
+        own = self.program.pid
+        if pids and own in pids:
+            rest = [column for pid, column in pids.items() if pid != own]
+            if not rest:
+                return Shape("flat", "no other process is on the device"), "processes"
+            total = np.nansum(np.vstack(rest), axis=0)
+            return find_shape(samples.time_s, total, self.windows), "processes"
+        if self.held.kind == "flat" and self.seen.kind != "unknown":
+            return self.seen, "remainder"
+        return None
+
+    @cached_property
+    def pauses(self) -> list[str]:
+        """What interrupted the steps, in words; empty where nothing did."""
+        marked = [phase for phase in self.phases if phase.name in PAUSES]
+        found = [
+            f"{sum(p.name == name for p in marked)} x {name} of "
+            f"{np.median([p.seconds for p in marked if p.name == name]):.1f} s"
+            for name in PAUSES
+            if any(p.name == name for p in marked)
+        ]
+        count = int(self.breaks.sum())
+        if not marked and count >= 2 and self.steps is not None:
+            length = np.diff(self.steps.time_s, prepend=np.nan)[self.breaks]
+            found.append(f"{count} unmarked breaks of about {np.median(length):.1f} s")
+        return found
+
+
+def gather(trace: Trace) -> list[Evidence]:
+    """The evidence of every device of a trace."""
+    return [
+        Evidence(
+            device=name,
+            trace=trace,
+            samples=next((s for s in trace.samples if s.device == name), None),
+            steps=next((s for s in trace.steps if s.device == name), None),
+            snapshots=tuple(s for s in trace.snapshots if s.device == name),
+        )
+        for name in trace.devices
+    ]
