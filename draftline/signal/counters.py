@@ -1,8 +1,8 @@
 """What PyTorch counts in the current process: allocator, Dynamo, stance. torch is never imported
 here and CUDA never initialised: what the program has not loaded is absent, and absent is unknown.
 
-Every private name of torch that the signal reads is in this file and in `hooks`, each behind a
-`getattr`: a release without it leaves a column out and nothing else.
+Every private name of torch that the signal reads is in this file, each behind a look-up that may fail:
+a release without it leaves a column out and nothing else. Read on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from draftline.signal.trace import TOTALS
 
 # Name here -> path in the nested form of torch.cuda.memory_stats (and, joined, in its flat form).
 # torch documents "allocated.*" for what it calls "allocation.*" in the result, so both are looked up.
@@ -25,11 +27,12 @@ _ALLOCATOR: dict[str, tuple[tuple[str, ...], ...]] = {
     "ooms": (("num_ooms",),),
 }
 _PEAK = ("allocated_bytes", "all", "peak")
+_TOTALS = frozenset(TOTALS)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """A device as the program sees it: `cuda:<ordinal>`, with what names it to the driver."""
+    """A device as the program sees it, `cuda:<ordinal>`. `uuid` is without "GPU-" or "MIG-"."""
 
     ordinal: int
     name: str
@@ -37,35 +40,48 @@ class CudaDevice:
     total_bytes: int | None
 
 
-def _module(name: str) -> Any:
-    return sys.modules.get(name)
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """One compile that ended. `number` is Dynamo's id, "<frame>/<version>"; `function` is "" for a
+    backward; `reason` is the guard that made it a recompile; `failure` why it was given up."""
+
+    number: str
+    backward: bool
+    function: str
+    ended_s: float
+    seconds: float | None
+    reason: str | None
+    failure: str | None
 
 
-def _attribute(root: Any, path: str) -> Any:
-    """The value at a dotted path, or None where any part of it is missing."""
-    for part in path.split("."):
-        root = getattr(root, part, None)
-        if root is None:
-            return None
-    return root
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """Where and why Dynamo split a function's graph."""
+
+    place: str
+    reason: str
+
+
+def _loaded(path: str) -> Any:
+    """The value at "module:dotted.path" if the program has loaded the module, else None."""
+    module, _, names = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _cuda() -> Any:
     """`torch.cuda` if the program has initialised CUDA, else None."""
-    cuda = _attribute(_module("torch"), "cuda")
-    initialised = getattr(cuda, "is_initialized", None)
-    return cuda if initialised is not None and initialised() else None
+    initialised = _loaded("torch.cuda:is_initialized")
+    return sys.modules["torch.cuda"] if initialised is not None and initialised() else None
 
 
-def _dig(stats: Any, path: tuple[str, ...]) -> float | None:
-    flat = stats.get(".".join(path)) if isinstance(stats, Mapping) else None
-    if isinstance(flat, (int, float)):
-        return float(flat)
-    for part in path:
-        if not isinstance(stats, Mapping):
-            return None
-        stats = stats.get(part)
-    return float(stats) if isinstance(stats, (int, float)) else None
+def _dig(stats: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    found: Any = stats.get(".".join(path), stats)
+    for part in path if found is stats else ():
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, (int, float)) else None
 
 
 def allocator_values(stats: Mapping[str, Any], *, peak: bool = False) -> dict[str, float]:
@@ -81,9 +97,9 @@ def allocator_values(stats: Mapping[str, Any], *, peak: bool = False) -> dict[st
 
 
 def _stats(cuda: Any, ordinal: int) -> Mapping[str, Any]:
-    # The nested form is what the flat one is made from; flattening and sorting cost more than asking.
-    nested = getattr(cuda, "memory_stats_as_nested_dict", None) or cuda.memory_stats
-    stats: Mapping[str, Any] = nested(ordinal)
+    # The flat form is this one flattened and sorted, which costs more than asking for it.
+    ask = getattr(cuda, "memory_stats_as_nested_dict", None) or cuda.memory_stats
+    stats: Mapping[str, Any] = ask(ordinal)
     return stats
 
 
@@ -92,12 +108,11 @@ def active_devices() -> list[int]:
     cuda = _cuda()
     if cuda is None:
         return []
-    active = []
-    for ordinal in range(cuda.device_count()):
-        values = allocator_values(_stats(cuda, ordinal))
-        if values.get("device_allocations") or values.get("reserved_bytes"):
-            active.append(ordinal)
-    return active
+    return [
+        ordinal
+        for ordinal in range(cuda.device_count())
+        if allocator_values(_stats(cuda, ordinal)).get("allocator_calls")
+    ]
 
 
 def allocator(ordinal: int, *, own_peak: bool = False) -> dict[str, float]:
@@ -113,7 +128,7 @@ def allocator(ordinal: int, *, own_peak: bool = False) -> dict[str, float]:
 
 
 def cuda_device(ordinal: int) -> CudaDevice | None:
-    """Name, uuid ("GPU-...") and size of a device of an initialised CUDA, else None."""
+    """Name, uuid and size of a device of an initialised CUDA, else None."""
     cuda = _cuda()
     if cuda is None:
         return None
@@ -122,40 +137,114 @@ def cuda_device(ordinal: int) -> CudaDevice | None:
     return CudaDevice(
         ordinal,
         str(getattr(properties, "name", "")),
-        None if uuid is None else f"GPU-{uuid}",
+        None if uuid is None else str(uuid),
         getattr(properties, "total_memory", None),
     )
 
 
-def dynamo() -> dict[str, float]:
-    """Dynamo's counters, empty unless the program has compiled something (or tried to)."""
-    counters = getattr(_module("torch._dynamo.utils"), "counters", None)
+def dynamo(*, expected: bool = False) -> dict[str, float]:
+    """Dynamo's counters; empty until a frame went through it, unless compiling is `expected`: a
+    count of none says something only of a program that means to compile."""
+    counters = _loaded("torch._dynamo.utils:counters")
     if not isinstance(counters, Mapping):
-        return {}
+        # Without Dynamo nothing can have been compiled.
+        return {"frames": 0, "frames_ok": 0} if expected and "torch" in sys.modules else {}
     frames = counters.get("frames") or {}
-    if not frames.get("total"):
+    if not frames.get("total") and not expected:
         return {}
-    inductor = counters.get("inductor") or {}
     return {
-        "frames": float(frames.get("total", 0)),
-        "frames_ok": float(frames.get("ok", 0)),
+        "frames": frames.get("total", 0),
+        "frames_ok": frames.get("ok", 0),
         # list() takes the values in one step: another thread may be compiling.
-        "graph_breaks": float(sum(list((counters.get("graph_break") or {}).values()))),
-        "capture_skips": float(inductor.get("cudagraph_skips", 0)),
+        "graph_breaks": sum(list((counters.get("graph_break") or {}).values())),
+        "capture_skips": (counters.get("inductor") or {}).get("cudagraph_skips", 0),
     }
 
 
 def facts() -> dict[str, Any]:
-    """Whether and how the program compiles: what is known now, None for what is not."""
-    dynamo_config = _module("torch._dynamo.config")
+    """Whether and how the program compiles: "stance" and "dynamo_disabled", None where unknown."""
     return {
-        "torch": getattr(_module("torch"), "__version__", None),
-        "stance": _attribute(_module("torch._dynamo.eval_frame"), "_stance.stance"),
-        "dynamo_disabled": getattr(dynamo_config, "disable", None),
+        "stance": _loaded("torch._dynamo.eval_frame:_stance.stance"),
+        "dynamo_disabled": _loaded("torch._dynamo.config:disable"),
     }
 
 
-def eager_flex() -> bool | None:
-    """Whether flex_attention has run uncompiled in this process; None where it is not loaded."""
-    shown = getattr(_module("torch.nn.attention.flex_attention"), "_WARNINGS_SHOWN", None)
-    return None if shown is None else "flex_attention_performance" in shown
+def eager_flex() -> bool:
+    """Whether flex_attention is known to have run uncompiled in this process: PyTorch says so once,
+    as a warning that may be filtered, and remembers that it did."""
+    shown = _loaded("torch.nn.attention.flex_attention:_WARNINGS_SHOWN")
+    return shown is not None and "flex_attention_performance" in shown
+
+
+def callback_handler() -> Any:
+    """Dynamo's compile callbacks (`register_start_callback` and so on), None where not loaded."""
+    return _loaded("torch._dynamo.callback:callback_handler")
+
+
+def compiles_after(last: Any) -> tuple[list[Compile], Any] | None:
+    """Compiles that ended after the one `last` stands for (None: since the start), oldest first, and
+    what the last of them is known by. None where this torch keeps no such list.
+
+    torch keeps 64, so who asks more rarely than that misses some.
+    """
+    kept = _loaded("torch._dynamo.utils:get_compilation_metrics")
+    if kept is None:
+        return None
+    entries: list[Any] = kept()
+    places = [place for place, entry in enumerate(entries) if entry is last]
+    new = entries[places[-1] + 1 :] if places else entries
+    found = [_compile(entry) for entry in new if getattr(entry, "is_runtime", None) is not True]
+    return found, (entries[-1] if entries else last)
+
+
+def _compile(entry: Any) -> Compile:
+    ended_us = getattr(entry, "end_time_us", None) or getattr(entry, "start_time_us", None) or 0
+    took_us = getattr(entry, "duration_us", None)
+    kind, why = (getattr(entry, name, None) for name in ("fail_type", "fail_reason"))
+    return Compile(
+        str(getattr(entry, "compile_id", None) or "?"),
+        getattr(entry, "is_forward", True) is not True
+        and not getattr(entry, "co_name", None)
+        and kind is None,
+        getattr(entry, "co_name", None) or "",
+        ended_us / 1e6,
+        None if took_us is None else took_us / 1e6,
+        getattr(entry, "recompile_reason", None),
+        None if kind is None else str(why or kind),
+    )
+
+
+def graph_breaks_after(count: int) -> tuple[list[GraphBreak], int]:
+    """Graph breaks that Dynamo noted after the first `count`, and the new count; a reset of Dynamo
+    begins anew."""
+    noted = _loaded("torch._dynamo.utils:graph_break_reasons")
+    if not isinstance(noted, list):
+        return [], 0
+    new = noted[count:] if len(noted) >= count else list(noted)
+    breaks = [_graph_break(entry) for entry in new if getattr(entry, "graph_break", True)]
+    return breaks, len(noted)
+
+
+def _graph_break(entry: Any) -> GraphBreak:
+    stack = list(getattr(entry, "user_stack", None) or ())
+    where = stack[-1] if stack else None
+    place = "" if where is None else f"{where.name} ({where.filename}:{where.lineno})"
+    return GraphBreak(place, str(getattr(entry, "reason", "")))
+
+
+class Rising:
+    """Makes totals go on where the program resets a counter: what was counted before is kept."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._base: dict[str, float] = {}
+
+    def take(self, values: dict[str, float]) -> None:
+        """Replaces each total in `values` by what was counted since the recording began to look."""
+        for name in _TOTALS.intersection(values):
+            value = values[name]
+            if value < self._last.get(name, 0):
+                self._base[name] = self._base.get(name, 0) + self._last[name]
+            self._last[name] = value
+            if name in self._base:
+                values[name] = value + self._base[name]

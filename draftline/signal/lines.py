@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,30 @@ log = logging.getLogger(__name__)
 _PENDING = 65536  # lines kept while nobody writes them out; older ones are lost, and counted
 
 
+def _open(path: Path) -> FileIO:
+    """The file, unbuffered, so that a forked child has nothing of its parent's to write at its end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab", buffering=0)
+
+
+def _taken(file: FileIO) -> bool:
+    """Whether another process records into the file; a file system without locks says no."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class LineFile:
     """`add` costs an append to a queue; `flush`, called by another thread, encodes and writes.
 
     A full disk or a broken mount is said once and counted in `lost`. A forked child writes nothing:
-    the file is its parent's. Raises ConfigError where the file cannot be opened.
+    the file is its parent's. Where somebody writes to `path` already (each rank of a distributed run
+    was given the same), the lines go to a file beside it with the process's number in its name.
+    Raises ConfigError where the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,9 +54,12 @@ class LineFile:
         self._writing = threading.Lock()
         self._torn = False  # the last line on disk is a part of one
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered, so that a forked child has nothing of its parent's to write at its end.
-            self._file = path.open("ab", buffering=0)
+            self._file = _open(path)
+            if _taken(self._file):
+                self._file.close()
+                self.path = path.with_name(f"{path.stem}-{self._owner}{path.suffix}")
+                log.warning("%s is being written already; this recording is %s", path, self.path)
+                self._file = _open(self.path)
         except OSError as error:
             raise ConfigError(
                 f"recording {path} cannot be written: {error.strerror or error}; give another path"
@@ -43,7 +67,7 @@ class LineFile:
 
     @property
     def mine(self) -> bool:
-        """Whether this process opened the file, not one that was forked from it."""
+        """Whether this process opened the file, not one that it was forked from."""
         return os.getpid() == self._owner
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -53,28 +77,32 @@ class LineFile:
 
     def flush(self) -> None:
         """Writes what is pending."""
-        if not self.mine:
+        if not self.mine or not self._pending:
             return
         with self._writing:
             lines = [self._pending.popleft() for _ in range(len(self._pending))]
-            if lines and not self._file.closed:
-                self._write([json.dumps(line, default=str, allow_nan=False) for line in lines])
+            if not self._file.closed:
+                self._write("".join(f"{_encode(line)}\n" for line in lines).encode())
 
-    def _write(self, lines: list[str]) -> None:
-        data = ("\n" if self._torn else "").encode() + "".join(f"{x}\n" for x in lines).encode()
-        view = memoryview(data)
+    def _write(self, data: bytes) -> None:
+        whole = b"\n" + data if self._torn else data
+        rest = memoryview(whole)
         try:
-            while view:
-                written = self._file.write(view)
-                view = view[written:]
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
             self._torn = False
         except OSError as error:
             if self.lost == 0:
-                log.warning("recording %s: %s; these lines are lost", self.path, error.strerror)
-            self.lost += max(1, bytes(view).count(b"\n"))
-            self._torn = len(view) < len(data)
+                log.warning("recording %s: %s; lines are lost", self.path, error.strerror or error)
+            self.lost += bytes(rest).count(b"\n")
+            self._torn = self._torn or len(rest) < len(whole)
 
     def close(self) -> None:
-        self.flush()
         if self.mine:
-            self._file.close()
+            self.flush()
+            with self._writing:
+                self._file.close()
+
+
+def _encode(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":"), default=str)

@@ -8,11 +8,15 @@ import importlib
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-_NOT_AVAILABLE = (1 << 64) - 1  # NVML's "not available" for a process's memory
+MIB = 2**20
+# NVML writes "not available" into a process's memory as all ones; no device holds an exbibyte.
+_IMPOSSIBLE_BYTES = 1 << 60
+# More used memory than an idle device has of its own: somebody is there.
+_SOMEBODY_BYTES = 64 * MIB
 # What a driver may refuse for one value while the device is well; anything else means trouble.
 _REFUSALS = (
     "NVMLError_NotSupported",
@@ -39,6 +43,14 @@ class Reading:
     util_pct: float | None
     processes: Mapping[int, int | None] | None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the driver told nothing that changes."""
+        return self.used_bytes is None and self.util_pct is None and self.processes is None
+
+    def without_processes(self) -> Reading:
+        return replace(self, processes=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -49,26 +61,45 @@ class Device:
     product: str
     total_bytes: int | None
 
+    @property
+    def bare_uuid(self) -> str:
+        """The uuid without what kind of thing it names, as CUDA has it."""
+        return self.uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
 
 class Source(Protocol):
-    """Where readings come from. `hz_limit` is how often it may be asked."""
+    """Where readings come from. `hz_limit` is how often a second it may be asked. `read` takes the
+    names of the devices wanted (None: all) and raises Unavailable."""
 
     hz_limit: float
 
     def devices(self) -> list[Device]: ...
 
-    def read(self, wanted: Callable[[str], bool]) -> list[Reading]: ...
+    def read(self, names: Collection[str] | None) -> list[Reading]: ...
 
     def close(self) -> None: ...
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def process_bytes(value: int | None) -> int | None:
     """A process's memory, None where NVML says that it does not know."""
-    return None if value is None or value < 0 or value >= _NOT_AVAILABLE else value
+    return None if value is None or not 0 <= value < _IMPOSSIBLE_BYTES else value
+
+
+def told_processes(
+    lists: Iterable[Iterable[tuple[int, int | None]] | None], used_bytes: int | None
+) -> dict[int, int | None] | None:
+    """Bytes by process out of NVML's lists (None: refused), or None where they cannot be all: none
+    was given, or they are empty although somebody's memory is there, which is how a container that
+    hides processes looks."""
+    given = [rows for rows in lists if rows is not None]
+    if not given:
+        return None
+    told: dict[int, int | None] = {}
+    for rows in given:
+        for pid, held in rows:
+            told[pid] = process_bytes(held) if told.get(pid) is None else told[pid]
+    hidden = not told and (used_bytes is None or used_bytes > _SOMEBODY_BYTES)
+    return None if hidden else told
 
 
 class Nvml:
@@ -83,17 +114,21 @@ class Nvml:
         )
         try:
             module.nvmlInit()
+        except module.NVMLError as error:
+            raise Unavailable(f"NVML: {error}") from None
+        try:
             self._handles = self._find()
         except module.NVMLError as error:
+            self.close()
             raise Unavailable(f"NVML: {error}") from None
 
     def _find(self) -> list[tuple[Device, Any, bool]]:
-        """Every device with its handle and whether it is shared out (utilisation unknown)."""
+        """Every device with its handle and whether it is split (its utilisation is unknown then)."""
         nvml = self._nvml
         found = []
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            mode = self._ask(nvml.nvmlDeviceGetMigMode, handle)
+            mode = self._ask("nvmlDeviceGetMigMode", handle)
             split = bool(mode and mode[0])
             found.append((self._describe(str(index), handle), handle, split))
             if split:
@@ -101,9 +136,9 @@ class Nvml:
         return found
 
     def _parts(self, handle: Any) -> list[Any]:
-        count = self._ask(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        places = range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
         parts = []
-        for place in range(count):
+        for place in places:
             try:
                 parts.append(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
             except self._nvml.NVMLError:  # an empty place
@@ -111,65 +146,51 @@ class Nvml:
         return parts
 
     def _describe(self, name: str | None, handle: Any) -> Device:
-        uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, handle) or "")
-        product = _text(self._ask(self._nvml.nvmlDeviceGetName, handle) or "")
+        uuid = str(self._ask("nvmlDeviceGetUUID", handle) or "")
+        product = str(self._ask("nvmlDeviceGetName", handle) or "")
         return Device(name or uuid, uuid, product, self._memory(handle)[1])
 
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _ask(self, name: str, *arguments: Any) -> Any:
         """The function's answer, or None where the driver refuses this value."""
         try:
-            return function(*arguments)
+            return getattr(self._nvml, name)(*arguments)
         except self._refusals:
             return None
 
     def _memory(self, handle: Any) -> tuple[int | None, int | None]:
-        """Used and total bytes as nvidia-smi shows them: without what the driver keeps for itself."""
-        nvml = self._nvml
-        version = getattr(nvml, "nvmlMemory_v2", None)
-        info = None
-        if version is not None:
-            info = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle, version)
-        info = info or self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        """Used and total bytes as nvidia-smi shows them: without what the driver keeps for itself,
+        where it tells that apart."""
+        second = getattr(self._nvml, "nvmlMemory_v2", None)
+        info = second and self._ask("nvmlDeviceGetMemoryInfo", handle, second)
+        info = info or self._ask("nvmlDeviceGetMemoryInfo", handle)
         return (None, None) if info is None else (int(info.used), int(info.total))
 
-    def _processes(self, handle: Any) -> dict[int, int | None] | None:
-        nvml = self._nvml
-        lists = [
-            self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-            self._ask(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-        ]
-        if all(rows is None for rows in lists):
-            return None
-        return {
-            int(row.pid): process_bytes(row.usedGpuMemory) for rows in lists for row in rows or ()
-        }
+    def _listed(self, name: str, handle: Any) -> list[tuple[int, int | None]] | None:
+        rows = self._ask(name, handle)
+        return None if rows is None else [(int(row.pid), row.usedGpuMemory) for row in rows]
 
     def devices(self) -> list[Device]:
         return [device for device, _, _ in self._handles]
 
-    def read(self, wanted: Callable[[str], bool]) -> list[Reading]:
-        readings = []
+    def read(self, names: Collection[str] | None) -> list[Reading]:
         try:
-            for device, handle, split in self._handles:
-                if not wanted(device.name):
-                    continue
-                used, total = self._memory(handle)
-                util = None
-                if not split:
-                    util = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
-                readings.append(
-                    Reading(
-                        device.name,
-                        time.time(),
-                        used,
-                        total,
-                        None if util is None else float(util.gpu),
-                        self._processes(handle),
-                    )
-                )
+            return [
+                self._read(device, handle, split)
+                for device, handle, split in self._handles
+                if names is None or device.name in names
+            ]
         except self._nvml.NVMLError as error:
             raise Unavailable(f"NVML: {error}") from None
-        return readings
+
+    def _read(self, device: Device, handle: Any, split: bool) -> Reading:
+        used, total = self._memory(handle)
+        util = None if split else self._ask("nvmlDeviceGetUtilizationRates", handle)
+        lists = [
+            self._listed("nvmlDeviceGetComputeRunningProcesses", handle),
+            self._listed("nvmlDeviceGetGraphicsRunningProcesses", handle),
+        ]
+        busy = None if util is None else float(util.gpu)
+        return Reading(device.name, time.time(), used, total, busy, told_processes(lists, used))
 
     def close(self) -> None:
         try:
@@ -182,17 +203,20 @@ class SmiProgram:
     """Readings through the `nvidia-smi` program, at most one a second; processes are unknown."""
 
     hz_limit = 1.0
-    _QUERY = "index,uuid,name,memory.used,memory.total,utilization.gpu"
+    _COLUMNS = "index,uuid,name,memory.used,memory.total,utilization.gpu"
 
     def __init__(self, program: str) -> None:
-        self._program = program
+        self._command = [
+            program,
+            f"--query-gpu={self._COLUMNS}",
+            "--format=csv,noheader,nounits",
+        ]
         self._devices = [device for device, _ in self._rows()]
 
     def _rows(self) -> list[tuple[Device, Reading]]:
-        command = [self._program, f"--query-gpu={self._QUERY}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
+                self._command, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"nvidia-smi: {error}") from None
@@ -204,15 +228,17 @@ class SmiProgram:
     def devices(self) -> list[Device]:
         return self._devices
 
-    def read(self, wanted: Callable[[str], bool]) -> list[Reading]:
-        return [reading for device, reading in self._rows() if wanted(device.name)]
+    def read(self, names: Collection[str] | None) -> list[Reading]:
+        return [
+            reading for device, reading in self._rows() if names is None or device.name in names
+        ]
 
     def close(self) -> None:
         return
 
 
 def parse_rows(text: str, time_s: float) -> list[tuple[Device, Reading]]:
-    """Devices and readings of `nvidia-smi`'s rows without units; what is not a number is None."""
+    """Devices and readings out of rows without header and units; what is not a number is None."""
     rows = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -220,29 +246,25 @@ def parse_rows(text: str, time_s: float) -> list[tuple[Device, Reading]]:
             continue
         index, uuid, product = cells[:3]
         used, total, util = (float(c) if c.replace(".", "").isdigit() else None for c in cells[3:])
-        used_bytes = None if used is None else int(used * 2**20)
-        total_bytes = None if total is None else int(total * 2**20)
-        rows.append(
-            (
-                Device(index, uuid, product, total_bytes),
-                Reading(index, time_s, used_bytes, total_bytes, util, None),
-            )
-        )
+        used_bytes = None if used is None else int(used * MIB)
+        total_bytes = None if total is None else int(total * MIB)
+        reading = Reading(index, time_s, used_bytes, total_bytes, util, None)
+        rows.append((Device(index, uuid, product, total_bytes), reading))
     return rows
 
 
-def open_source() -> Source:
-    """NVML, else the `nvidia-smi` program. Raises Unavailable with the reasons of both."""
+def open_source(
+    load: Callable[[str], Any] = importlib.import_module,
+    find: Callable[[str], str | None] = shutil.which,
+) -> Source:
+    """NVML, else the `nvidia-smi` program. Raises Unavailable with what was wrong with both."""
     try:
-        pynvml = importlib.import_module("pynvml")
+        return Nvml(load("pynvml"))
     except ImportError:
-        why = "the Python module pynvml is not installed (pip install nvidia-ml-py)"
-    else:
-        try:
-            return Nvml(pynvml)
-        except Unavailable as error:
-            why = str(error)
-    program = shutil.which("nvidia-smi")
+        why = "the Python module pynvml is not there (pip install nvidia-ml-py)"
+    except Unavailable as error:
+        why = str(error)
+    program = find("nvidia-smi")
     if program is None:
-        raise Unavailable(f"{why}, and there is no nvidia-smi")
+        raise Unavailable(f"{why}, and there is no program nvidia-smi")
     return SmiProgram(program)

@@ -32,7 +32,7 @@ class Recent:
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._program = Program()
 
-    def start(self, line: Mapping[str, Any]) -> None:
+    def program(self, line: Mapping[str, Any]) -> None:
         """Takes what a "start" or "facts" line says of the program."""
         known = self._program
         facts = {**known.facts, **{k: v for k, v in line["facts"].items() if v is not None}}
@@ -52,10 +52,8 @@ class Recent:
         with self._lock:
             self._samples.setdefault(reading.device, deque(maxlen=SAMPLES)).append(reading)
 
-    def event(
-        self, time_s: float, kind: str, text: str, device: str | None, seconds: float | None
-    ) -> None:
-        self._events.append(Event(time_s, kind, text, device, seconds))
+    def event(self, event: Event) -> None:
+        self._events.append(event)
 
     def trace(self, source: str) -> Trace:
         """What is kept, as a Trace of its own."""

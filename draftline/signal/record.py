@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
+import logging
 import os
 import sys
 import threading
@@ -11,28 +11,35 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 from draftline.errors import ConfigError
 from draftline.signal import counters
-from draftline.signal.lines import LineFile
+from draftline.signal.environment import environment
+from draftline.signal.hooks import CompileHooks
+from draftline.signal.journal import Journal
+from draftline.signal.marks import Phase, Step
+from draftline.signal.naming import DeviceNames
 from draftline.signal.nvml import Reading
-from draftline.signal.recent import Recent
 from draftline.signal.sample import DeviceSampler
-from draftline.signal.trace import EVENTS, TOTALS, Trace
+from draftline.signal.trace import EVENTS, TOTALS, Event, Trace
 
-P = ParamSpec("P")
-R = TypeVar("R")
+log = logging.getLogger(__name__)
 
 EXPECTS = ("compiled", "captured")
+_LOOK_S = 1.0  # how often new devices and another stance are looked for
 
 
 class Recorder:
-    """Appends a recording to `path` while it is entered. None of its methods raises for what goes
-    wrong in recording; a wrong argument is a ConfigError.
+    """Appends a recording to `path` while it is entered, or from the first call on.
 
     `expects` declares what the program's steps are meant to be: "compiled", "captured". `own_peak`
-    lets it reset PyTorch's peak each step, for a program that does not read the peak itself.
+    lets it reset PyTorch's peak each step, for a program that does not read the peak itself. `program`
+    names it, by default with its command line.
+
+    Nothing that goes wrong in recording reaches the program: it is said once in the log and counted
+    (`lost_lines`). Only a wrong argument, or a path that cannot be opened, raises ConfigError.
+    Safe to call from several threads; a forked child records nothing.
     """
 
     def __init__(
@@ -44,57 +51,65 @@ class Recorder:
         program: str | None = None,
         own_peak: bool = False,
     ) -> None:
-        wrong = sorted(set(expects) - set(EXPECTS))
-        if wrong:
-            raise ConfigError(f"expects={wrong}: known are {', '.join(EXPECTS)}")
-        if not 0 < hz <= 100:
-            raise ConfigError(f"hz={hz}: samples a second, above 0 and at most 100")
-        self._expects = sorted(set(expects))
+        self._expects = [name for name in EXPECTS if name in expects]
+        if isinstance(expects, str) or len(self._expects) != len(set(expects)):
+            raise ConfigError(f"expects={expects!r}: a list of any of {', '.join(EXPECTS)}")
         self._program = program or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         self._own_peak = own_peak
-        self._lines = LineFile(Path(path))
-        self._recent = Recent()
-        self._sampler = DeviceSampler(hz, self._sampled, on_tick=self._tick, wanted=self._uses)
+        self._sampler = DeviceSampler(
+            hz, self._sampled, on_tick=self._tick, wanted=lambda: self._names.in_use
+        )
+        self._names = DeviceNames(self._sampler.devices)
+        self._journal = Journal(Path(path))
+        self._hooks = CompileHooks(self._journal.event)
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._names: dict[int, str] = {}  # cuda ordinal -> the driver's name of the device
+        self._counts: dict[str, float] = {}
+        self._rising: dict[str, counters.Rising] = {}
+        self._facts: dict[str, Any] = {}
         self._number = 0
         self._ended_s: float | None = None  # when the previous step ended, perf_counter
         self._phase = ""
-        self._scan_at_s = 0.0
-        self._open = False
+        self._look_at_s = 0.0
+        self._started = self._stopped = self._broken = False
 
     @property
     def path(self) -> Path:
-        return self._lines.path
+        """The file: `path` as given, or one beside it where another recording goes to that."""
+        return self._journal.file.path
 
     @property
     def lost_lines(self) -> int:
         """Lines that could not be written."""
-        return self._lines.lost
-
-    # The life of a recording
-
-    def __enter__(self) -> Recorder:
-        return self.start()
+        return self._journal.file.lost
 
     def start(self) -> Recorder:
-        """Begins the recording and its thread."""
-        if not self._open:
-            self._open = True
-            self._start_line()
-            self._sampler.start()
-            atexit.register(self.stop)
+        """Begins the recording and its thread; itself."""
+        if self._started or not self._journal.file.mine:
+            return self
+        with self._lock:
+            if self._started:
+                return self
+            self._started = True
+        self._facts = counters.facts()
+        self._names.look()
+        facts = {**environment(), **self._facts}
+        self._journal.start(self._program, self._expects, self._names.described, facts)
+        self._sampler.start()
+        atexit.register(self.stop)
         return self
 
     def stop(self) -> None:
-        """Writes what is left and ends the thread."""
-        if not self._open or not self._lines.mine:
+        """Writes what is left and ends the thread. Nothing is recorded afterwards."""
+        if not self._live:
             return
-        self._open = False
+        self._stopped = True
         atexit.unregister(self.stop)
         self._sampler.stop()
-        self._lines.close()
+        self._hooks.close()
+        self._journal.file.close()
+
+    def __enter__(self) -> Recorder:
+        return self.start()
 
     def __exit__(
         self,
@@ -105,159 +120,66 @@ class Recorder:
         self.stop()
 
     @property
-    def _recording(self) -> bool:
-        return self._open and self._lines.mine
-
-    def _start_line(self) -> None:
-        line = {
-            "kind": "start",
-            "format": 1,
-            "time_s": round(time.time(), 4),
-            "pid": os.getpid(),
-            "program": self._program,
-            "expects": self._expects,
-            "devices": {},
-            "facts": counters.facts(),
-        }
-        self._recent.start(line)
-        self._lines.add(line)
-
-    # What the sampler's thread does
-
-    def _uses(self, device: str) -> bool:
-        return device in self._names.values()
-
-    def _sampled(self, reading: Reading) -> None:
-        processes = reading.processes
-        line = {
-            "kind": "device",
-            "time_s": round(reading.time_s, 4),
-            "device": reading.device,
-            "used_bytes": reading.used_bytes,
-            "total_bytes": reading.total_bytes,
-            "util_pct": reading.util_pct,
-            "processes": None if processes is None else {str(p): b for p, b in processes.items()},
-        }
-        self._recent.sample(reading)
-        self._lines.add(line)
-
-    def _tick(self) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._scan_at_s:
-            self._scan_at_s = now_s + 1.0
-            self._find_devices()
-        self._lines.flush()
-
-    def _find_devices(self) -> None:
-        """Names the devices that the program has begun to use since the last look."""
-        found = {}
-        for ordinal in counters.active_devices():
-            device = counters.cuda_device(ordinal)
-            if ordinal in self._names or device is None:
-                continue
-            known = {d.uuid: d for d in self._sampler.devices()}
-            match = known.get(device.uuid or "")
-            self._names[ordinal] = match.name if match else str(ordinal)
-            found[f"cuda:{ordinal}"] = {
-                "index": int(match.name) if match and match.name.isdigit() else None,
-                "uuid": device.uuid,
-                "name": device.name,
-                "total_bytes": device.total_bytes,
-            }
-        if found:
-            line = {
-                "kind": "facts",
-                "time_s": round(time.time(), 4),
-                "devices": found,
-                "facts": counters.facts(),
-            }
-            self._recent.start(line)
-            self._lines.add(line)
+    def _live(self) -> bool:
+        return self._started and not self._stopped and self._journal.file.mine
 
     # What the program calls
 
     def step(self, tokens: int | None = None) -> Step:
-        """A context manager around one step, or a decorator of a function that makes one."""
+        """A context manager around one step, or a decorator of the function that makes one.
+        `tokens` is the step's work."""
         if callable(tokens):
             raise ConfigError("step is a decorator with parentheses: write @recorder.step()")
-        return Step(self, tokens)
+        return Step(self.start, tokens)
 
     def mark_step(self, number: int | None = None, tokens: int | None = None) -> None:
         """Says that a step has just ended, for loops that cannot be wrapped."""
-        self._ended(None, number, tokens)
+        if self.start()._live:
+            self._guard(lambda: self._write_step(time.perf_counter(), None, tokens, number))
 
-    def _ended(self, body_s: float | None, number: int | None, tokens: int | None) -> None:
-        if not self._recording:
+    def begin_step(self) -> None:
+        """A step begins: `Step` calls it."""
+        if self._live:
+            self._hooks.refresh()
+
+    def end_step(
+        self, body_s: float | None, tokens: int | None, error: BaseException | None
+    ) -> None:
+        """A step ended after `body_s`, by `error` or well: `Step` calls it."""
+        if not self._live:
             return
-        ended_s = time.perf_counter()
-        if not self._names:
-            self._find_devices()
-        process: dict[str, float] = dict(counters.dynamo())
-        with self._lock:
-            process.update(self._counts)
-            before_s, self._ended_s = self._ended_s, ended_s
-            number = self._number if number is None else number
-            self._number = number + 1
-        wall_s = body_s if before_s is None else ended_s - before_s
-        if tokens is not None:
-            process["tokens"] = tokens
-        devices: list[tuple[int | None, str]] = [*self._names.items()]
-        for ordinal, device in devices or [(None, "cpu")]:
-            values = dict(process)
-            if ordinal is not None:
-                values.update(counters.allocator(ordinal, own_peak=self._own_peak))
-            line = {
-                "kind": "step",
-                "time_s": round(time.time(), 4),
-                "device": device,
-                "step": number,
-                "wall_ms": None if wall_s is None else round(wall_s * 1000, 3),
-                **values,
-            }
-            self._recent.step(line)
-            self._lines.add(line)
+        if isinstance(error, Exception):
+            name = type(error).__name__
+            kind = "oom" if name == "OutOfMemoryError" else "error"
+            self.event(kind, f"{name}: {str(error)[:500]}")
+        self._guard(lambda: self._write_step(time.perf_counter(), body_s, tokens, None))
 
     def phase(self, name: str) -> Phase:
         """Marks that a phase begins (load, warm, run, evaluate, checkpoint, end, or another name).
         Used in `with`, the phase before it goes on afterwards."""
-        before, self._phase = self._phase, name
-        if self._recording:
-            line = {"kind": "phase", "time_s": round(time.time(), 4), "phase": name}
-            self._recent.event(time.time(), "phase", name, None, None)
-            self._lines.add(line)
+        before, self._phase = self._phase or "run", name
+        if self.start()._live:
+            self._journal.phase(name)
         return Phase(self, before)
 
     def event(
-        self,
-        kind: str,
-        text: str = "",
-        device: str | None = None,
-        seconds: float | None = None,
+        self, kind: str, text: str = "", device: str | None = None, seconds: float | None = None
     ) -> None:
         """Records something at this moment; `kind` is one of `trace.EVENTS`."""
         if kind not in EVENTS or kind == "phase":
             known = ", ".join(name for name in EVENTS if name != "phase")
             raise ConfigError(f"event {kind!r}: known are {known}")
-        if self._recording:
-            now_s = round(time.time(), 4)
-            self._recent.event(now_s, kind, text, device, seconds)
-            self._lines.add(
-                {
-                    "kind": "event",
-                    "time_s": now_s,
-                    "event": kind,
-                    "device": device,
-                    "text": text,
-                    "seconds": seconds,
-                }
-            )
+        if self.start()._live:
+            self._journal.event(Event(time.time(), kind, text, device, seconds))
 
     def count(self, name: str, more: int = 1) -> None:
-        """Adds to a total that only the program can count, such as "graph_replays" or "captures"."""
+        """Adds to a total that only the program can count, such as "graph_replays" or "captures".
+        With `more=0` it is known from now on, and none so far."""
         if name not in TOTALS:
             raise ConfigError(f"count {name!r}: known are {', '.join(TOTALS)}")
-        with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + more
+        if self._journal.file.mine:
+            with self._lock:
+                self._counts[name] = self._counts.get(name, 0) + more
 
     def graph_replayed(self) -> None:
         """A CUDA graph was replayed."""
@@ -268,58 +190,66 @@ class Recorder:
         self.count("captures")
 
     def trace(self) -> Trace:
-        """What was recorded lately, for a live verdict: the last 4096 steps and 8192 samples of a
+        """What was recorded lately, for a live verdict: the last 4096 steps and 8192 samples of each
         device and 1000 events."""
-        return self._recent.trace(str(self.path))
+        return self._journal.trace()
 
+    # What is recorded
 
-class Step:
-    """One step of a Recorder: `with recorder.step(): ...`, or a decorator of a function."""
+    def _guard(self, work: Callable[[], object]) -> None:
+        """Does a part of the recording; what it raises ends the recording, never the program."""
+        if self._broken:
+            return
+        try:
+            work()
+        except Exception:  # a program of days must not die of a name that torch took away
+            self._broken = True
+            log.warning("%s: nothing more is recorded", self.path, exc_info=True)
 
-    def __init__(self, recorder: Recorder, tokens: int | None) -> None:
-        self._recorder = recorder
-        self._tokens = tokens
-        self._began_s = 0.0
-
-    def __enter__(self) -> Step:
-        self._began_s = time.perf_counter()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+    def _write_step(
+        self, ended_s: float, body_s: float | None, tokens: int | None, number: int | None
     ) -> None:
-        if isinstance(error, Exception):
-            name = type(error).__name__
-            memory = name == "OutOfMemoryError"
-            self._recorder.event("oom" if memory else "error", f"{name}: {str(error)[:500]}")
-        self._recorder._ended(time.perf_counter() - self._began_s, None, self._tokens)
+        self._hooks.refresh()
+        if not self._names.by_ordinal:
+            self._look()
+        process = counters.dynamo(expected="compiled" in self._expects)
+        with self._lock:
+            for name, value in (*self._hooks.values().items(), *self._counts.items()):
+                process[name] = process.get(name, 0) + value
+            if tokens is not None:
+                process["tokens"] = tokens
+            before_s, self._ended_s = self._ended_s, ended_s
+            wall_s = body_s if before_s is None else ended_s - before_s
+            number = self._number if number is None else number
+            self._number = number + 1
+            devices: list[tuple[int | None, str]] = [*self._names.by_ordinal.items()]
+            for ordinal, device in devices or [(None, "cpu")]:
+                values = dict(process)
+                if ordinal is not None:
+                    values.update(counters.allocator(ordinal, own_peak=self._own_peak))
+                self._rising.setdefault(device, counters.Rising()).take(values)
+                self._journal.step(device, number, wall_s, values)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def stepped(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Step(self._recorder, self._tokens):
-                return function(*args, **kwargs)
+    def _look(self) -> None:
+        """Notes devices that the program began to use and another stance of its compiler."""
+        new, facts = self._names.look(), counters.facts()
+        if new or facts != self._facts:
+            self._facts = facts
+            self._journal.facts(new, facts)
 
-        return stepped
+    # What the sampler's thread does
 
+    def _sampled(self, reading: Reading) -> None:
+        if reading.processes is not None and os.getpid() not in reading.processes:
+            # This program is on the device: a list without it is of another namespace.
+            reading = reading.without_processes()
+        if not reading.is_empty:
+            self._journal.sample(reading)
 
-class Phase:
-    """A phase that has begun; leaving its `with` block goes back to the one before."""
-
-    def __init__(self, recorder: Recorder, before: str) -> None:
-        self._recorder = recorder
-        self._before = before
-
-    def __enter__(self) -> Phase:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._recorder.phase(self._before or "run")
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            self._hooks.refresh()
+            self._guard(self._look)
+        self._journal.file.flush()

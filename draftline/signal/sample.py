@@ -1,4 +1,4 @@
-"""A thread that samples every device's memory a few times a second and never disturbs the program."""
+"""A thread that samples devices' memory a few times a second and never disturbs the program."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 
+from draftline.errors import ConfigError
 from draftline.signal.nvml import Device, Reading, Source, open_source
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 30.0  # a driver that failed is asked again after this long
+_HZ_MOST = 100.0
 
 
 def next_tick(due_s: float, now_s: float, period_s: float) -> tuple[float, int]:
     """When the tick after the one due at `due_s` is due, on the same grid, and how many were missed."""
-    missed = max(0, int((now_s - due_s) // period_s))
+    missed = max(0, int((now_s - due_s) / period_s))
     return due_s + (missed + 1) * period_s, missed
 
 
-def every_device(_name: str) -> bool:
-    return True
+def check_hz(hz: float) -> float:
+    """`hz` itself; raises ConfigError unless it is above 0 and at most 100."""
+    if not 0 < hz <= _HZ_MOST:
+        raise ConfigError(
+            f"hz={hz}: samples a second, above 0 and at most {_HZ_MOST:.0f}; 5 is usual"
+        )
+    return hz
 
 
 class DeviceSampler:
-    """Calls `on_sample` with each Reading, `hz` times a second, from its own thread; keeps the last
-    `capacity` of them. `wanted` picks devices by name. `on_tick` runs after each round, with or
-    without devices.
+    """Calls `on_sample` with each Reading, `hz` times a second, from its own thread, and keeps the last
+    `capacity` of them in `readings`. `wanted` gives the names of the devices to read, None for every
+    one; while it gives none, the driver is not even asked. `on_tick` runs after each round.
 
-    Nothing raises out of the thread: a source that fails is counted in `failures`, said once in the
-    log, kept in `reason`, and tried again every 30 s.
+    A context manager. Nothing raises out of the thread, which ends with the program: a source that
+    fails is counted in `failures`, said once in the log, kept in `reason` and tried again every 30 s.
+    Ticks lie on a fixed grid; one that comes too late is left out and counted in `missed`.
     """
 
     def __init__(
@@ -41,11 +49,11 @@ class DeviceSampler:
         on_sample: Callable[[Reading], None] | None = None,
         *,
         on_tick: Callable[[], None] | None = None,
-        wanted: Callable[[str], bool] = every_device,
+        wanted: Callable[[], Collection[str] | None] | None = None,
         source: Callable[[], Source] = open_source,
         capacity: int = 8192,
     ) -> None:
-        self.hz = hz
+        self.hz = check_hz(hz)
         self.failures = 0
         self.missed = 0
         self.reason: str | None = None
@@ -55,30 +63,53 @@ class DeviceSampler:
         self._wanted = wanted
         self._open = source
         self._source: Source | None = None
-        self._retry_at_s = 0.0
-        self._asked_at_s = 0.0
+        self._opening = threading.Lock()
+        self._retry_at_s = self._due_s = -1.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def devices(self) -> list[Device]:
-        """The devices of the driver, empty while it cannot be asked."""
+        """The driver's devices, empty while it cannot be asked."""
         source = self._ready(time.monotonic())
         return [] if source is None else source.devices()
 
+    def tick(self, now_s: float) -> None:
+        """One round at `now_s` (monotonic): what the thread does."""
+        names = None if self._wanted is None else self._wanted()
+        if (names is None or names) and now_s >= self._due_s:
+            self._sample(names, now_s)
+        if self._on_tick is not None:
+            self._on_tick()
+
+    def _sample(self, names: Collection[str] | None, now_s: float) -> None:
+        source = self._ready(now_s)
+        if source is None:
+            return
+        self._due_s = now_s + 1.0 / source.hz_limit
+        try:
+            readings = source.read(names)
+        except Exception as error:  # the thread's own border: see the class
+            self._failed(error, now_s)
+            return
+        for reading in readings:
+            self.readings.append(reading)
+            if self._on_sample is not None:
+                self._on_sample(reading)
+
     def _ready(self, now_s: float) -> Source | None:
-        if self._source is None and now_s >= self._retry_at_s:
-            try:
-                self._source = self._open()
-                self.reason = None
-            except Exception as error:
-                self._failed(error, now_s)
-        return self._source
+        with self._opening:
+            if self._source is None and now_s >= self._retry_at_s:
+                try:
+                    self._source, self.reason = self._open(), None
+                except Exception as error:  # the thread's own border: see the class
+                    self._failed(error, now_s)
+            return self._source
 
     def _failed(self, error: Exception, now_s: float) -> None:
         self.failures += 1
-        if self.failures == 1:
-            log.warning("device memory is not sampled: %s", error)
         self.reason = str(error) or type(error).__name__
+        if self.failures == 1:
+            log.warning("device memory is not sampled: %s", self.reason)
         self._retry_at_s = now_s + _RETRY_S
         self._close()
 
@@ -87,38 +118,24 @@ class DeviceSampler:
         if source is not None:
             source.close()
 
-    def tick(self, now_s: float) -> None:
-        """One round at `now_s` (monotonic): what the thread does."""
-        source = self._ready(now_s)
-        if source is not None and now_s - self._asked_at_s >= 0.9 / source.hz_limit:
-            self._asked_at_s = now_s
-            try:
-                readings = source.read(self._wanted)
-            except Exception as error:
-                self._failed(error, now_s)
-                readings = []
-            for reading in readings:
-                self.readings.append(reading)
-                if self._on_sample is not None:
-                    self._on_sample(reading)
-        if self._on_tick is not None:
-            self._on_tick()
-
     def _run(self) -> None:
         period_s = 1.0 / self.hz
         due_s = time.monotonic()
+        said = False
         while not self._stop.is_set():
             try:
                 self.tick(time.monotonic())
-            except Exception:
+            except Exception:  # the thread's own border: see the class
                 self.failures += 1
-                if self.failures == 1:
-                    log.exception("the sampler could not hand on what it read")
+                if not said:
+                    said = True
+                    log.warning("the sampler could not hand on what it read", exc_info=True)
             due_s, missed = next_tick(due_s, time.monotonic(), period_s)
             self.missed += missed
             self._stop.wait(max(0.0, due_s - time.monotonic()))
 
     def start(self) -> None:
+        self._stop.clear()
         self._thread = threading.Thread(target=self._run, name="signal-sampler", daemon=True)
         self._thread.start()
 
