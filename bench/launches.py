@@ -44,6 +44,7 @@ SETTINGS = {
     "train.log_every": 20,
     "train.checkpoint_every": 60,
     "topology.deadline_s": 240,
+    "topology.check_every": 5,
 }
 
 

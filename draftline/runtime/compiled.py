@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 # The stance and the tracing state belong to the process, and so does the place of its one gate.
 _ENTERED = threading.Lock()
+_UNTIMED: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -134,10 +135,14 @@ class CompileGate(AbstractContextManager["CompileGate"]):
 
     # Compiling
 
-    def compile(self, function: F, name: str, device: torch.device) -> F:
+    def compile(
+        self, function: F, name: str, device: torch.device, *, same_bits: bool = False
+    ) -> F:
         """`function` compiled whole for static shapes on `device`, or unchanged where its type is
         not compiled for (recorded).
 
+        `same_bits`: pointwise kernels are not chosen by timing them on the device. Two choices round
+        differently, and two GPUs of one kind choose differently.
         What torch raises about a graph break, an eager flex_attention or, once sealed, a recompile
         comes out of the result as CompileError.
         """
@@ -152,7 +157,10 @@ class CompileGate(AbstractContextManager["CompileGate"]):
         self._arm()
         index = "" if device.index is None else device.index
         clone = own_code(function, f"{name}_{device.type}{index}")
-        compiled: Any = torch.compile(clone, fullgraph=True, dynamic=False, backend=self._backend)
+        options = _UNTIMED if same_bits and self._backend == "inductor" else None
+        compiled: Any = torch.compile(
+            clone, fullgraph=True, dynamic=False, backend=self._backend, options=options
+        )
         entry = Compiled(name, str(device), function)
         self._compiled.append(entry)
         return self._named(compiled, entry)  # type: ignore[return-value]

@@ -83,7 +83,13 @@ def compile_kernels(
             score=gate.compile(passes.score, "loss", device),
             into_gradient=gate.compile(passes.into_gradient, "loss_gradient", device),
         ),
-        mixed_update=gate.compile(build_mixed_update(spec.optimizer), "update", device),
+        mixed_update=gate.compile(
+            # The drafters are replicas: equal gradients must give equal weights.
+            build_mixed_update(spec.optimizer),
+            "update",
+            device,
+            same_bits=True,
+        ),
     )
 
 

@@ -264,8 +264,22 @@ def test_torch_is_asked_for_one_static_graph_by_name(monkeypatch: pytest.MonkeyP
     with CompileGate(Choices()) as gate:
         for device in ("cuda:0", "cuda:1", "cuda"):
             gate.compile(scale, "step", torch.device(device))
-    given = {"fullgraph": True, "dynamic": False, "backend": "inductor"}
-    assert asked == [("step_cuda0", given), ("step_cuda1", given), ("step_cuda", given)]
+        gate.compile(scale, "update", torch.device("cuda:0"), same_bits=True)
+    given = {"fullgraph": True, "dynamic": False, "backend": "inductor", "options": None}
+    # Replicas on two GPUs stay equal only if no kernel is chosen by its time on each.
+    untimed = given | {"options": {"triton.autotune_pointwise": False}}
+    assert asked == [
+        ("step_cuda0", given),
+        ("step_cuda1", given),
+        ("step_cuda", given),
+        ("update_cuda0", untimed),
+    ]
+
+
+def test_the_option_for_equal_bits_exists_in_this_torch() -> None:
+    torch.compile(scale, options={"triton.autotune_pointwise": False})  # refuses unknown names
+    with pytest.raises(RuntimeError, match="autotune_pointwis"):
+        torch.compile(scale, options={"triton.autotune_pointwis": False})
 
 
 # After the seal
