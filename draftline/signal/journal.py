@@ -33,13 +33,15 @@ class Journal:
         expects: Sequence[str],
         devices: Mapping[str, Any],
         facts: Mapping[str, Any],
+        *,
+        pid: int | None = None,
     ) -> None:
-        """The program, at the beginning of its recording."""
+        """The program, at the beginning of its recording; this process unless `pid` is another."""
         line = {
             "kind": "start",
             "format": 1,
             "time_s": _rounded(time.time()),
-            "pid": os.getpid(),
+            "pid": os.getpid() if pid is None else pid,
             "program": program,
             "expects": list(expects),
             "devices": devices,

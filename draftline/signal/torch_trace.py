@@ -39,10 +39,11 @@ _MARKS = (
 @dataclass
 class TorchTrace:
     """Turns lines of one TORCH_TRACE file, as they come, into events: compiles with their seconds,
-    refused captures and, with `reasons`, what the log would also tell (recompiles, graph breaks, the
-    recompile limit)."""
+    refused captures, with `reasons` recompiles and graph breaks, with `limits` the recompile limit
+    where it is reached."""
 
     reasons: bool = True
+    limits: bool = True
     rank: str | None = None
     _strings: dict[int, str] = field(default_factory=dict)
     _functions: dict[int, str] = field(default_factory=dict)  # by the number of the frame
@@ -112,7 +113,7 @@ class TorchTrace:
         self._pending.pop(frame, None)
         why = str(metrics.get("fail_reason") or "")
         limit = "recompile limit" in why or metrics.get("fail_type") == "FailOnRecompileLimitHit"
-        if limit and self.reasons:
+        if limit and self.limits:
             last = metrics.get("recompile_reason")
             number = re.search(r"currently set to (\d+)", why)
             yield limit_event(
