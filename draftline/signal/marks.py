@@ -8,11 +8,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
+from draftline.errors import ConfigError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # The end of a loop or of the program, not a fault of the step.
 _ENDINGS = (StopIteration, StopAsyncIteration)
+
+
+def check_tokens(tokens: int | None) -> int | None:
+    """`tokens` itself; raises ConfigError for the function of a decorator without parentheses."""
+    if callable(tokens):
+        raise ConfigError(f"@step on {tokens!r}: it takes parentheses, write @signal.step()")
+    return tokens
 
 
 class Recording(Protocol):

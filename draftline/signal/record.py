@@ -18,7 +18,7 @@ from draftline.signal import counters
 from draftline.signal.environment import environment
 from draftline.signal.hooks import CompileHooks
 from draftline.signal.journal import Journal
-from draftline.signal.marks import Phase, Step
+from draftline.signal.marks import Phase, Step, check_tokens
 from draftline.signal.naming import DeviceNames
 from draftline.signal.nvml import Reading
 from draftline.signal.sample import DeviceSampler
@@ -100,7 +100,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Writes what is left and ends the thread. Nothing is recorded afterwards."""
-        if not self._live:
+        if not self.live:
             return
         self._stopped = True
         atexit.unregister(self.stop)
@@ -120,7 +120,8 @@ class Recorder:
         self.stop()
 
     @property
-    def _live(self) -> bool:
+    def live(self) -> bool:
+        """Whether it records: started, not stopped, and not in a forked child."""
         return self._started and not self._stopped and self._journal.file.mine
 
     # What the program calls
@@ -128,25 +129,23 @@ class Recorder:
     def step(self, tokens: int | None = None) -> Step:
         """A context manager around one step, or a decorator of the function that makes one.
         `tokens` is the step's work."""
-        if callable(tokens):
-            raise ConfigError("step is a decorator with parentheses: write @recorder.step()")
-        return Step(self.start, tokens)
+        return Step(self.start, check_tokens(tokens))
 
     def mark_step(self, number: int | None = None, tokens: int | None = None) -> None:
         """Says that a step has just ended, for loops that cannot be wrapped."""
-        if self.start()._live:
+        if self.start().live:
             self._guard(lambda: self._write_step(time.perf_counter(), None, tokens, number))
 
     def begin_step(self) -> None:
         """A step begins: `Step` calls it."""
-        if self._live:
+        if self.live:
             self._hooks.refresh()
 
     def end_step(
         self, body_s: float | None, tokens: int | None, error: BaseException | None
     ) -> None:
         """A step ended after `body_s`, by `error` or well: `Step` calls it."""
-        if not self._live:
+        if not self.live:
             return
         if isinstance(error, Exception):
             name = type(error).__name__
@@ -158,7 +157,7 @@ class Recorder:
         """Marks that a phase begins (load, warm, run, evaluate, checkpoint, end, or another name).
         Used in `with`, the phase before it goes on afterwards."""
         before, self._phase = self._phase or "run", name
-        if self.start()._live:
+        if self.start().live:
             self._journal.phase(name)
         return Phase(self, before)
 
@@ -169,7 +168,7 @@ class Recorder:
         if kind not in EVENTS or kind == "phase":
             known = ", ".join(name for name in EVENTS if name != "phase")
             raise ConfigError(f"event {kind!r}: known are {known}")
-        if self.start()._live:
+        if self.start().live:
             self._journal.event(Event(time.time(), kind, text, device, seconds))
 
     def count(self, name: str, more: int = 1) -> None:
