@@ -20,6 +20,7 @@ from draftline.config_sections import (
     LossSection,
     RunSection,
     Section,
+    SignalSection,
     TargetSection,
     TopologySection,
     TrainSection,
@@ -43,6 +44,7 @@ class Config(Section):
     data: DataSection
     features: FeatureSection = Field(default_factory=FeatureSection)
     train: TrainSection
+    signal: SignalSection = Field(default_factory=SignalSection)
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
 
     @model_validator(mode="after")

@@ -302,6 +302,28 @@ class TrainSection(Section):
         return self
 
 
+class SignalSection(Section):
+    launch_steps: int = Field(
+        300,
+        ge=1,
+        description="Steps after the warm-up that belong to the launch: memory that moves in them means "
+        "a broken launch.",
+    )
+    on_volatile: Literal["stop", "warn"] | None = Field(
+        None,
+        description="What follows when this program's memory is not flat; null: stop in the launch, "
+        "warn later.",
+    )
+    hz: float = Field(
+        5.0, gt=0, le=100, description="Samples of device memory a second, by a thread of its own."
+    )
+    notify: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Program and arguments that get each finding about memory on standard input.",
+    )
+
+
 class EvaluateSection(Section):
     prompts: dict[str, str] = Field(
         default_factory=dict, description="Name -> prompt file (or builtin:demo-heldout)."

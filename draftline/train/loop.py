@@ -18,6 +18,7 @@ from draftline.runtime.devices import visible_devices
 from draftline.runtime.nodes import Nodes
 from draftline.runtime.workers import out_of_memory
 from draftline.train.inputs import Inputs, prepare
+from draftline.train.memory_watch import MemoryWatch
 from draftline.train.placement import device_type
 from draftline.train.resume import find_checkpoint
 from draftline.train.run import Run, Trained
@@ -48,7 +49,7 @@ def train(
     nodes = Nodes.from_environment(kind, config.topology.deadline_s)  # type: ignore[arg-type]
     with nodes or contextlib.nullcontext():
         try:
-            return _train(config, resume, accept_changes, choices, inputs, target, nodes)
+            return _train(config, resume, accept_changes, choices, inputs, target, nodes, kind)
         except Exception as error:
             if nodes is not None:
                 nodes.fail(str(error))
@@ -65,6 +66,7 @@ def _train(
     inputs: Inputs | None,
     target: Target | None,
     nodes: Nodes | None,
+    kind: str,
 ) -> Trained:
     run_dir = Path(config.run.dir)
     first = nodes is None or nodes.is_first
@@ -83,8 +85,11 @@ def _train(
             inputs = inputs or prepare(config, choices)
             log.info(inputs.summary())
             write_rejects(inputs.rejects, own_dir / "rejects.jsonl")
-            with CompileGate(choices, deadline_s=config.topology.deadline_s) as gate:
-                run = Run(config, inputs, choices, runlog, gate, nodes, target)
+            with (
+                CompileGate(choices, deadline_s=config.topology.deadline_s) as gate,
+                MemoryWatch(config.signal, runlog, kind) as watch,
+            ):
+                run = Run(config, inputs, choices, runlog, gate, nodes, target, watch)
                 run.load(checkpoint, accept_changes)
                 checkpoint = None  # its tensors are as large as the optimizer
                 return run.go()

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftline.errors import RunError
 from draftline.runlog import RunLog
-from draftline.runtime.memory import MemoryBaseline, MemoryChange
+from draftline.runtime.memory import MemoryBaseline
 from draftline.runtime.ring import WaitMeter
 from draftline.train.totals import summarize
 from draftline.train.trackers import Trackers
@@ -49,14 +49,11 @@ class Reporter:
         self._logged = (first_step, self._began)
         self._waits: Mapping[str, Sequence[WaitMeter]] = {}
         self._carried: dict[str, float] = {}
-        self._launched: str | None = None
         self._memory = MemoryBaseline([])
 
-    def begin(
-        self, memory: MemoryBaseline, waits: Mapping[str, Sequence[WaitMeter]], *, launched: str
-    ) -> None:
-        """Everything is warm: the clock starts. `launched` says how, once, with the first metrics."""
-        self._memory, self._waits, self._launched = memory, waits, launched
+    def begin(self, memory: MemoryBaseline, waits: Mapping[str, Sequence[WaitMeter]]) -> None:
+        """Everything is warm: the clock starts."""
+        self._memory, self._waits = memory, waits
         for meters in waits.values():
             _read(meters)
         self._began = time.perf_counter()
@@ -97,13 +94,9 @@ class Reporter:
             whole = seconds * len(meters)
             values[f"{side}_waited_pct"] = 100 * min(waited, whole) / whole
             self._carried[side] = max(0.0, waited - whole)
-        changes = self._memory.changes()
-        for change in changes:
+        for change in self._memory.changes():
             values[f"reserved_gib/{change.device}"] = change.reserved_bytes / 2**30
             values[f"allocator_calls/{change.device}"] = change.allocator_calls
-        if self._launched is not None:
-            self._say_launch(step - before, self._launched, changes)
-            self._launched = None
         trackers.metrics(step, values)
         if values["bad_steps"] or values["bad_packs"]:
             raise RunError(
@@ -111,23 +104,6 @@ class Reporter:
                 "updates were skipped); lower train.learning_rate or look for damaged features, "
                 "then continue with --resume where a checkpoint was written"
             )
-
-    def _say_launch(self, steps: int, launched: str, changes: Sequence[MemoryChange]) -> None:
-        moved = [
-            f"{c.device} by {c.reserved_change_bytes / 2**20:+.0f} MiB, {c.retries} retries"
-            for c in changes
-            if not c.flat
-        ]
-        memory = "memory is flat" if changes else "there is no device memory to watch"
-        if moved:
-            memory = f"device memory MOVED ({'; '.join(moved)}), which a sound launch does not do"
-        log.log(
-            logging.WARNING if moved else logging.INFO,
-            "launch: %s; after %d steps %s",
-            launched,
-            steps,
-            memory,
-        )
 
     def say_memory(self, runlog: RunLog) -> None:
         """What the allocators did since the seal, in the log and as events."""

@@ -30,6 +30,7 @@ from draftline.train.checkpoint import Checkpoint
 from draftline.train.feed import Feed, Position, Share
 from draftline.train.inputs import Inputs, epoch_packs
 from draftline.train.interrupts import interrupts
+from draftline.train.memory_watch import MemoryWatch
 from draftline.train.pipeline import Pipeline
 from draftline.train.placement import place
 from draftline.train.plan import plan_run
@@ -70,10 +71,11 @@ class Run:
         gate: CompileGate,
         nodes: Nodes | None,
         target: Target | None,
+        watch: MemoryWatch,
     ) -> None:
         self._created = time.perf_counter()
         self.config, self.inputs, self.runlog = config, inputs, runlog
-        self.gate, self.nodes = gate, nodes
+        self.gate, self.nodes, self.watch = gate, nodes, watch
         machines = 1 if nodes is None else nodes.count
         available = visible_devices()
         placement = place(config, inputs.facts, available, choices, nodes=machines)
@@ -189,6 +191,7 @@ class Run:
 
             def look() -> None:
                 reporter.drain(trackers)
+                self.watch.look()
                 self._hear_news()
 
             def sealed() -> None:
@@ -199,8 +202,8 @@ class Run:
                     if captured
                     else "neither compiled nor captured, as on any CPU"
                 )
-                memory = MemoryBaseline(self.plan.placement.devices)
-                reporter.begin(memory, waits, launched=launched)
+                reporter.begin(MemoryBaseline(self.plan.placement.devices), waits)
+                self.watch.sealed(launched, captured=captured)
                 facts = {
                     "compiled": [asdict(graph) for graph in self.gate.graphs],
                     "warmed": [asdict(row) for row in self.gate.rows],
@@ -208,12 +211,15 @@ class Run:
                 }
                 self.runlog.event("sealed", facts)
 
+            self.watch.phase("warm")
             pipeline.run(look, sealed)
+            self.watch.close()
         reporter.say_memory(self.runlog)
         return self._finish(feed, reporter)
 
     def _duties(self, feed: Feed, reporter: Reporter, interrupted: threading.Event) -> Duties:
         train, total = self.config.train, self.plan.steps
+        tokens = self.config.token_budget * self.share.packs_per_step
         queued: dict[int, float] = {}
 
         def go_on(step: int) -> bool:
@@ -227,13 +233,15 @@ class Run:
 
         def finished(step: int) -> None:
             self.done_steps = step
+            self.watch.step(step, tokens)
             if step == self.first_step + 1:
                 seconds = round(time.perf_counter() - self._created, 2)
                 self.runlog.event("first_step", {"seconds": seconds})
             if reports(step):
                 queued[step] = time.perf_counter()
             if self.saver is not None and step % train.checkpoint_every == 0:
-                self.saver.save(step, self._position(feed), reporter.seconds)
+                with self.watch.phase("checkpoint"):
+                    self.saver.save(step, self._position(feed), reporter.seconds)
 
         def report(step: int, sums: list[float]) -> None:
             self.gate.check()

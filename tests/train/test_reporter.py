@@ -1,9 +1,8 @@
-"""Metrics as they are written: shares of time, the launch line, and the end at a bad loss."""
+"""Metrics as they are written: shares of time, rates, and the end at a bad loss."""
 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from draftline.errors import RunError
 from draftline.runlog import RunLog
-from draftline.runtime.memory import MemoryChange
+from draftline.runtime.memory import MemoryBaseline
 from draftline.train.reporter import Reporter, Scale
 from draftline.train.trackers import Trackers
 
@@ -28,22 +27,12 @@ class Meter:
         return self.seconds.pop(0) if self.seconds else 0.0
 
 
-class Memory:
-    def __init__(self, moved: int | None) -> None:
-        self.moved = moved
-
-    def changes(self) -> list[MemoryChange]:
-        if self.moved is None:
-            return []
-        return [MemoryChange("cuda:0", 2**30, self.moved, 5, 0, 0)]
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunLog:
     return RunLog(tmp_path)
 
 
-def reporter(waits: dict[str, Any], moved: int | None = None) -> Reporter:
+def reporter(waits: dict[str, Any]) -> Reporter:
     made = Reporter(
         Scale(rows=10, tokens=100, steps=8),
         rate_at=lambda step: step / 10,
@@ -51,7 +40,7 @@ def reporter(waits: dict[str, Any], moved: int | None = None) -> Reporter:
         spent_before_s=0.0,
         first_step=0,
     )
-    made.begin(Memory(moved), waits, launched="compiled")  # type: ignore[arg-type]
+    made.begin(MemoryBaseline([]), waits)  # type: ignore[arg-type]
     return made
 
 
@@ -80,28 +69,6 @@ def test_rates_are_those_of_the_stretch(run: RunLog) -> None:
     assert (second["step_ms"], second["eta_s"]) == pytest.approx((250, 0.5))
     assert (second["learning_rate"], second["epoch"]) == (0.5, 1)
     assert second["loss"] == 3.0
-
-
-@pytest.mark.parametrize(
-    ("moved", "said"),
-    [
-        (None, "launch: compiled; after 2 steps there is no device memory to watch"),
-        (0, "launch: compiled; after 2 steps memory is flat"),
-        (3 * 2**20, "device memory MOVED (cuda:0 by +3 MiB, 0 retries)"),
-    ],
-)
-def test_the_launch_is_said_once(
-    run: RunLog, caplog: pytest.LogCaptureFixture, moved: int | None, said: str
-) -> None:
-    made = reporter({}, moved)
-    with Trackers(run, (), {}, 8, quiet=True) as trackers, caplog.at_level(logging.INFO):
-        for step in (2, 4):
-            made.put(step, SUMS, made._began + step)
-        made.drain(trackers)
-    assert caplog.text.count("launch:") == 1
-    assert said in caplog.text
-    [record] = [r for r in caplog.records if "launch:" in r.getMessage()]
-    assert record.levelno == (logging.WARNING if moved else logging.INFO)
 
 
 @pytest.mark.parametrize("bad", [5, 8])
