@@ -5,6 +5,7 @@ NVML's Python module is missing. A value that the driver does not give is None, 
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import subprocess
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 MIB = 2**20
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]+)?")
 # NVML writes "not available" into a process's memory as all ones; no device holds an exbibyte.
 _IMPOSSIBLE_BYTES = 1 << 60
 # More used memory than an idle device has of its own: somebody is there.
@@ -245,7 +247,7 @@ def parse_rows(text: str, time_s: float) -> list[tuple[Device, Reading]]:
         if len(cells) != 6:
             continue
         index, uuid, product = cells[:3]
-        used, total, util = (float(c) if c.replace(".", "").isdigit() else None for c in cells[3:])
+        used, total, util = (float(c) if _NUMBER.fullmatch(c) else None for c in cells[3:])
         used_bytes = None if used is None else int(used * MIB)
         total_bytes = None if total is None else int(total * MIB)
         reading = Reading(index, time_s, used_bytes, total_bytes, util, None)
