@@ -31,6 +31,8 @@ TOPOLOGY = {
     "train.steps": 10_000_000,
     "train.log_every": 200,
     "train.checkpoint_every": 2000,
+    # Other programs may use the same GPUs; what moved is in the result.
+    "signal.on_volatile": "warn",
 }
 ON_CPU = {"topology.targets": "[cpu,cpu]", "topology.drafters": "[cpu,cpu]", "train.log_every": 2}
 
