@@ -85,8 +85,8 @@ class LineFile:
                 self._write("".join(f"{_encode(line)}\n" for line in lines).encode())
 
     def _write(self, data: bytes) -> None:
-        whole = b"\n" + data if self._torn else data
-        rest = memoryview(whole)
+        head = b"\n" if self._torn else b""  # ends the part of a line
+        rest = memoryview(head + data)
         try:
             while rest:
                 rest = rest[self._file.write(rest) or 0 :]
@@ -94,8 +94,8 @@ class LineFile:
         except OSError as error:
             if self.lost == 0:
                 log.warning("recording %s: %s; lines are lost", self.path, error.strerror or error)
-            self.lost += bytes(rest).count(b"\n")
-            self._torn = self._torn or len(rest) < len(whole)
+            self.lost += bytes(rest[-len(data) :]).count(b"\n")
+            self._torn = self._torn or len(rest) < len(data)
 
     def close(self) -> None:
         if self.mine:
