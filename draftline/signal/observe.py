@@ -7,7 +7,6 @@ is found among its open files and read along.
 
 from __future__ import annotations
 
-import importlib
 import re
 import time
 from collections import deque
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from draftline.signal.environment import environment, variables
 from draftline.signal.foreign import Outlets
@@ -31,6 +29,7 @@ from draftline.signal.processes import (
     is_visible,
     written_files,
 )
+from draftline.signal.recording import RecordingTail
 from draftline.signal.sample import DeviceSampler
 from draftline.signal.trace import Event, Trace, join
 
@@ -75,7 +74,7 @@ class Observer:
         self._keep = max(1, round(_BACKLOG_S * hz))
         self._others: dict[str, Mapping[int, int | None]] = {}
         self._told: set[tuple[str, int]] = set()
-        self._tails: dict[Path, Any] = {}
+        self._tails: dict[Path, RecordingTail] = {}
         self._look_at_s = 0.0
 
     def start(self, program: str, environ: Mapping[str, str] | None) -> None:
@@ -100,6 +99,11 @@ class Observer:
     def recordings(self) -> list[Path]:
         """Recordings that the program writes itself."""
         return sorted(self._tails)
+
+    @property
+    def compiling(self) -> list[tuple[str, float]]:
+        """What the program compiles just now, and since when (unix seconds)."""
+        return [] if self._compiles is None else self._compiles.compiling
 
     @property
     def notes(self) -> list[str]:
@@ -183,16 +187,22 @@ class Observer:
         for pid in self._tree.members:
             for path in written_files(pid, self._proc):
                 if path not in self._tails and _RECORDING.fullmatch(path.name):
-                    self._tails[path] = importlib.import_module(
-                        "draftline.signal.recording"
-                    ).RecordingTail(path)
+                    self._tails[path] = RecordingTail(path)
+
+    def finish(self, now_s: float) -> list[Event]:
+        """The last that can be known of a program that has ended."""
+        self._sampler.stop()
+        events = [] if self._compiles is None else self._compiles.finish(now_s)
+        for event in events:
+            self._journal.event(event)
+        for tail in self._tails.values():
+            tail.poll()
+        return events
 
     def close(self) -> None:
         """Ends the observation; the program goes on."""
         self._sampler.stop()
-        if self._compiles is not None:
-            for event in self._compiles.finish(time.time()):
-                self._journal.event(event)
+        self._journal.phase("end")
         self._journal.file.close()
 
     def __enter__(self) -> Observer:

@@ -63,6 +63,11 @@ class CompileLog:
         log = 0 if self._log is None else self._log.read_bytes
         return log + sum(file.read_bytes for file, _ in self._traces.values())
 
+    @property
+    def compiling(self) -> list[tuple[str, float]]:
+        """What is being compiled now, and since when, in any of the processes."""
+        return [parser.compiling for _, parser in self._traces.values() if parser.compiling]
+
     def _trace_files(self) -> Iterator[tuple[GrowingFile, TorchTrace]]:
         folder = self._outlets.trace
         if folder is not None and len(self._traces) < _MOST_FILES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +50,11 @@ def _pids(proc: Path) -> Iterator[int]:
             yield int(name)
 
 
-def identify(pid: int, proc: Path = PROC) -> Identity:
-    """The running process with this number. Raises ConfigError where there is none to be seen."""
+def identify(pid: int, proc: Path = PROC, *, ended_too: bool = False) -> Identity:
+    """The running process with this number, or with `ended_too` one that its parent has not taken
+    leave of. Raises ConfigError where there is none to be seen."""
     entry = _read(pid, proc)
-    if entry is None or not entry.alive:
+    if entry is None or not (entry.alive or ended_too):
         here = "it has ended" if entry is not None else "no such process is visible here"
         raise ConfigError(
             f"process {pid}: {here}; `nvidia-smi` or `ps` list the processes that run (in a container "
@@ -143,4 +144,9 @@ def command_line(pid: int, proc: Path = PROC) -> str:
     except OSError:
         data = b""
     words = [word for word in data.decode(errors="replace").split("\0") if word]
-    return shlex.join(words) or f"process {pid}"
+    return name_command(words) if words else f"process {pid}"
+
+
+def name_command(argv: Sequence[str]) -> str:
+    """A command as one would type it, its program without the directory."""
+    return shlex.join([Path(argv[0]).name, *argv[1:]])

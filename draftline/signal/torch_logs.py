@@ -151,11 +151,8 @@ def recompile_event(head: Head, where: str, reasons: Sequence[str]) -> Event:
 
 def limit_event(head: Head, where: str, limit: str | None, reason: str | None) -> Event:
     told = f" of {limit}" if limit else ""
-    why = f" (last: {describe([reason])})" if reason else ""
-    text = (
-        f"{where} reached the recompile limit{told}{why}: what no compiled version fits runs "
-        "uncompiled from now on, or fails under fullgraph=True"
-    )
+    why = f"; last: {describe([reason])}" if reason else ""
+    text = f"{where}: limit{told} reached, new cases run uncompiled or, with fullgraph, fail{why}"
     return make_event(head, "recompile_limit", text)
 
 

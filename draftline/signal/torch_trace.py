@@ -45,6 +45,7 @@ class TorchTrace:
     reasons: bool = True
     limits: bool = True
     rank: str | None = None
+    compiling: tuple[str, float] | None = None  # what is being compiled, and since when
     _strings: dict[int, str] = field(default_factory=dict)
     _functions: dict[int, str] = field(default_factory=dict)  # by the number of the frame
     _waiting: tuple[Head, str, int] | None = None
@@ -99,6 +100,7 @@ class TorchTrace:
             file = self._strings.get(number, "?") if isinstance(number, int) else "?"
             name = name_function(str(top.get("name", "?")))
             self._functions[frame] = f"`{name}` ({place(file, top.get('line', '?'))})"
+            self.compiling = (self._functions[frame], head.time_s)
         if (waiting := self._pending.pop(frame, None)) is not None:
             reason_head, reasons = waiting
             yield recompile_event(reason_head, self._name(frame), reasons)
@@ -110,6 +112,7 @@ class TorchTrace:
         self, head: Head, frame: int, metrics: dict[str, Any], backward: bool
     ) -> Iterator[Event]:
         name = self._name(frame)
+        self.compiling = None
         self._pending.pop(frame, None)
         why = str(metrics.get("fail_reason") or "")
         limit = "recompile limit" in why or metrics.get("fail_type") == "FailOnRecompileLimitHit"
