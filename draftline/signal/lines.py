@@ -85,17 +85,17 @@ class LineFile:
                 self._write("".join(f"{_encode(line)}\n" for line in lines).encode())
 
     def _write(self, data: bytes) -> None:
-        head = b"\n" if self._torn else b""  # ends the part of a line
-        rest = memoryview(head + data)
+        whole = b"\n" + data if self._torn else data  # first ends the part of a line
+        rest = memoryview(whole)
         try:
             while rest:
                 rest = rest[self._file.write(rest) or 0 :]
-            self._torn = False
         except OSError as error:
             if self.lost == 0:
                 log.warning("recording %s: %s; lines are lost", self.path, error.strerror or error)
             self.lost += bytes(rest[-len(data) :]).count(b"\n")
-            self._torn = self._torn or len(rest) < len(data)
+        if written := whole[: len(whole) - len(rest)]:
+            self._torn = not written.endswith(b"\n")
 
     def close(self) -> None:
         if self.mine:

@@ -232,8 +232,9 @@ class Recorder:
     def _look(self) -> None:
         """Notes devices that the program began to use and another stance of its compiler."""
         new, facts = self._names.look(), counters.facts()
-        if new or facts != self._facts:
-            self._facts = facts
+        with self._lock:
+            changed, self._facts = facts != self._facts, facts
+        if new or changed:
             self._journal.facts(new, facts)
 
     # What the sampler's thread does
