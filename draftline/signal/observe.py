@@ -153,7 +153,7 @@ class Observer:
             told = {**others, self.root.pid: _sum(list(own.values()))} if own else others
             uses = bool(own)
         else:
-            uses = self._grew(reading)
+            uses = name in self.devices or self._grew(reading)
         reading = replace(reading, processes=told)
         before = self._backlog.setdefault(name, deque(maxlen=self._keep))
         if not uses and name not in self.devices:
@@ -169,7 +169,7 @@ class Observer:
         if self._attached:
             return used > _HELD_BYTES
         before = self._backlog.get(reading.device)
-        return before is not None and used - (before[0].used_bytes or 0) > _USED_BYTES
+        return used - (before[0].used_bytes or 0) > _USED_BYTES if before else False
 
     def _strangers(self, now_s: float) -> list[Event]:
         """Processes of others that have come to the program's devices, once each."""
@@ -202,7 +202,6 @@ class Observer:
     def close(self) -> None:
         """Ends the observation; the program goes on."""
         self._sampler.stop()
-        self._journal.phase("end")
         self._journal.file.close()
 
     def __enter__(self) -> Observer:

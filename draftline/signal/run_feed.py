@@ -126,7 +126,7 @@ class RunFeed:
             return self._ended
         silent_s = now_s - (self._heard_s if self._heard_s is not None else now_s)
         if self._pid is not None and silent_s > _SILENT_S and not self._runs():
-            return f"process {self._pid} has ended without saying so"
+            return f"its process ({self._pid}) has ended"
         return None
 
     def _runs(self) -> bool:

@@ -6,6 +6,7 @@ A line is a list of (text, style) pairs; styles are rich's, and a plain terminal
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _GIB = 2.0**30
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
 _GOOD, _BAD, _DIM = "green", "bold red", "dim"
+_WIDEST_ROW = 119
 # A curve that moves by less than this share of its level is drawn in the middle.
 _LEAST_SPAN = 0.02
 
@@ -168,13 +170,16 @@ def device_line(row: DeviceRow, width: int, bars: str = _BARS) -> Line:
     return [(name, "bold"), (curve, "cyan"), ("".join(parts), ""), shape]
 
 
-def lines(view: View, width: int, *, alerts: int = 3, ascii_only: bool = False) -> list[Line]:
-    """The whole view, each line at most `width` characters; `alerts` of the latest are shown."""
+def lines(
+    view: View, width: int, *, alerts: int = 3, verdict_lines: int = 2, ascii_only: bool = False
+) -> list[Line]:
+    """The whole view, each line at most `width` characters, with so many lines for the verdict and of
+    the latest alerts."""
     bars = _ASCII_BARS if ascii_only else _BARS
     title = _cut(view.title, width - len(view.state) - 2, ascii_only)
     space = " " * max(2, width - len(title) - len(view.state))
     found: list[Line] = [[(title, "bold"), (space, ""), (view.state, _DIM)]]
-    found += [device_line(row, width, bars) for row in view.devices]
+    found += [device_line(row, min(width, _WIDEST_ROW), bars) for row in view.devices]
     if not view.devices:
         found.append([("memory  ", "bold"), (_cut(view.no_devices, width - 8, ascii_only), _DIM)])
     if view.rate is not None:
@@ -182,7 +187,8 @@ def lines(view: View, width: int, *, alerts: int = 3, ascii_only: bool = False) 
     if view.compiles is not None:
         found.append([("torch   ", "bold"), (_cut(view.compiles, width - 8, ascii_only), "")])
     style = _BAD if view.fault else ""
-    found.append([("verdict ", "bold"), (_cut(view.verdict, width - 8, ascii_only), style)])
+    for number, part in enumerate(_wrap(view.verdict, width - 8, verdict_lines, ascii_only)):
+        found.append([("verdict " if number == 0 else " " * 8, "bold"), (part, style)])
     found += [[(_cut(note, width, ascii_only), _DIM)] for note in view.notes]
     shown = list(view.alerts)[-alerts:] if alerts else []
     found += [[(_cut(alert.line, width, ascii_only), "yellow")] for alert in shown]
@@ -198,6 +204,14 @@ def _cut(text: str, width: int, ascii_only: bool) -> str:
         return plain
     mark = "..." if ascii_only else "…"
     return plain[: max(0, width - len(mark))] + mark
+
+
+def _wrap(text: str, width: int, most: int, ascii_only: bool) -> list[str]:
+    """The text in at most `most` lines, the last one cut where it is not enough."""
+    parts = textwrap.wrap(_cut(text, len(text), ascii_only), max(width, 8)) or [""]
+    if len(parts) > most:
+        parts[most - 1] = _cut(" ".join(parts[most - 1 :]), width, ascii_only)
+    return parts[:most]
 
 
 def plain(line: Line) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from draftline.signal import sample
 from draftline.signal.foreign import Command, Outlets, new_directory, prepare
 from draftline.signal.observe import Observer
 from draftline.signal.processes import command_line, identify, name_command, variables
@@ -24,10 +25,6 @@ _TICK_S = 0.5
 _SNAPSHOT_S = 2.0  # a running process is sampled for so long before a single snapshot
 
 
-# Why nothing is sampled stands in the view.
-_SAMPLER_LOG = logging.getLogger("draftline.signal.sample")
-
-
 class ObserverFeed:
     """An Observer as a watcher takes it. `more_notes` are shown below the observer's own."""
 
@@ -36,7 +33,6 @@ class ObserverFeed:
         self.metrics: Mapping[str, Any] = {}
         self.more_notes: list[str] = []
         self._observer = observer
-        _SAMPLER_LOG.setLevel(logging.ERROR)
 
     @property
     def no_devices(self) -> str:
@@ -80,6 +76,7 @@ def watch_pid(
     records it into `directory` (./signal-<time> if None). Returns what `watch_run` does. Raises
     ConfigError where no such process can be seen."""
     who, stream = identify(pid), out or sys.stdout
+    logging.getLogger(sample.__name__).addFilter(_is_news)
     environ, title = variables(pid), command_line(pid)
     with Observer(who, directory or new_directory(), attached=True, hz=hz) as observer:
         observer.start(title, environ)
@@ -152,6 +149,7 @@ def watch_command(
     do not. Only for the main thread. Raises ConfigError where the command cannot be started.
     """
     directory, stream = directory or new_directory(), out or sys.stderr
+    logging.getLogger(sample.__name__).addFilter(_is_news)
     environ, outlets = prepare(os.environ, directory, logs=logs, trace=trace)
     with Command(argv, environ) as command:
         try:
@@ -215,6 +213,11 @@ _UNSEEN = (
 def _where(observer: Observer) -> str:
     files = [str(observer.directory), *map(str, observer.recordings)]
     return f"recorded: draftline diagnose {shlex.join(files)}"
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of the sampler says more than the view, which shows why nothing is sampled."""
+    return not record.getMessage().startswith("device memory is not sampled")
 
 
 def _say(stream: TextIO, *said: str) -> None:

@@ -15,7 +15,7 @@ from draftline.signal.view import View, device_rows, duration, lines, plain, rat
 _JUDGE_S = 2.0
 _JUDGE_SHARE = 0.05  # of the time that judging may take
 _FAULT = 3  # a verdict's exit code for a fault, or memory that is not flat
-_WIDE = 400  # a summary's lines are as long as they need to be
+_WIDE = 2000  # a summary's lines are as long as they need to be
 # What the line about compiles counts.
 _COUNTED = {
     "compile": "compile",
@@ -141,7 +141,7 @@ class Watch:
     def summary(self, now_s: float, ended: str) -> list[str]:
         """The last view in full, with every alert."""
         view = self.view(now_s, ended)
-        shown = [plain(line) for line in lines(view, _WIDE, alerts=0)]
+        shown = [plain(line) for line in lines(view, _WIDE, alerts=0, verdict_lines=1)]
         shown[0] = f"{view.title}: {ended}"
         known = sorted(self.alerts.known.values(), key=lambda alert: alert.last_s)
         return shown + [f"  {alert.line}" for alert in known if alert.kind != "verdict"]
