@@ -108,10 +108,13 @@ def active_devices() -> list[int]:
     cuda = _cuda()
     if cuda is None:
         return []
+    # cudaMallocAsync would make a context on a device to tell that nothing is held there.
+    has_context = _loaded("torch._C:_cuda_hasPrimaryContext")
     return [
         ordinal
         for ordinal in range(cuda.device_count())
-        if allocator_values(_stats(cuda, ordinal)).get("allocator_calls")
+        if (has_context is None or has_context(ordinal))
+        and allocator_values(_stats(cuda, ordinal)).get("allocator_calls")
     ]
 
 

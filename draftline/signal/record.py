@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,20 @@ from draftline.signal.trace import EVENTS, TOTALS, Event, Trace
 log = logging.getLogger(__name__)
 
 EXPECTS = ("compiled", "captured")
+_SECRET = re.compile(r"(key|token)$|secret|passw|credential", re.IGNORECASE)
 _LOOK_S = 1.0  # how often new devices and another stance are looked for
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The program and its arguments, without its path and without what looks like a secret."""
+    words = [Path(argv[0]).name, *argv[1:]] if argv else []
+    for place, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if equals and _SECRET.search(name):
+            words[place] = f"{name}=..."
+        elif place and words[place - 1].startswith("-") and "=" not in words[place - 1]:
+            words[place] = "..." if _SECRET.search(words[place - 1]) else word
+    return " ".join(words)
 
 
 class Recorder:
@@ -54,7 +68,7 @@ class Recorder:
         self._expects = [name for name in EXPECTS if name in expects]
         if isinstance(expects, str) or len(self._expects) != len(set(expects)):
             raise ConfigError(f"expects={expects!r}: a list of any of {', '.join(EXPECTS)}")
-        self._program = program or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        self._program = program or command_line(sys.argv)
         self._own_peak = own_peak
         self._sampler = DeviceSampler(
             hz, self._sampled, on_tick=self._tick, wanted=lambda: self._names.in_use

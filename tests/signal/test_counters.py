@@ -63,6 +63,15 @@ def test_devices_that_were_never_used_are_not_active(monkeypatch: pytest.MonkeyP
     assert counters.cuda_device(1) == counters.CudaDevice(1, "NVIDIA H200", "bb", 1000)
 
 
+def test_a_device_without_a_context_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda([stats(), stats()]).install(monkeypatch)
+    asked = []
+    monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda n: asked.append(n) or stats())
+    c = SimpleNamespace(_cuda_hasPrimaryContext=lambda ordinal: ordinal == 1)
+    monkeypatch.setitem(sys.modules, "torch._C", c)
+    assert (counters.active_devices(), asked) == ([1], [1])
+
+
 def test_the_peak_is_left_alone_unless_it_is_owned(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     assert "peak_bytes" not in counters.allocator(0)

@@ -19,7 +19,7 @@ from draftline import signal
 from draftline.errors import ConfigError
 from draftline.signal import counters, record
 from draftline.signal.nvml import Reading
-from draftline.signal.record import Recorder
+from draftline.signal.record import Recorder, command_line
 from draftline.signal.session import SESSION
 from draftline.signal.trace import TOTALS
 
@@ -63,6 +63,23 @@ def test_a_program_without_a_gpu(tmp_path: Path) -> None:
     assert all(s["wall_ms"] >= 0 for s in steps)
     assert (event["event"], event["text"], event["seconds"]) == ("capture", "one graph", 0.5)
     assert event["device"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["/home/me/train.py", "--lr", "1"], "train.py --lr 1"),
+        (["t.py", "--hf-token", "hf_x", "--max-tokens", "3"], "t.py --hf-token ... --max-tokens 3"),
+        (
+            ["t.py", "--api_key=x", "run.password=y", "data=z"],
+            "t.py --api_key=... run.password=... data=z",
+        ),
+        ([""], ""),
+        ([], ""),
+    ],
+)
+def test_the_command_line_is_kept_without_paths_and_secrets(argv: list[str], line: str) -> None:
+    assert command_line(argv) == line
 
 
 def test_the_first_mark_has_no_step_before_it(tmp_path: Path) -> None:
@@ -348,7 +365,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_forked_child_records_nothing_and_the_parent_goes_on(tmp_path: Path) -> None:
     code = """
 import os
-from draftline.signal.record import Recorder
+from draftline.signal.record import Recorder, command_line
 recorder = Recorder("signal.jsonl").start()
 recorder.mark_step()
 child = os.fork()
