@@ -1,0 +1,282 @@
+"""Parts of a report's charts: curves, bands and marks as plotly has them, few enough to be drawn.
+
+A figure is plain data. Colours are names of the page's variables ("--series-1"), which its script
+resolves, so that one figure serves the light and the dark page. Every text that comes from the run is
+escaped: plotly reads a little HTML in labels.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from draftline.signal.phases import Phase
+from draftline.signal.run_facts import RunFacts
+from draftline.signal.trace import Column, Event
+
+MOST_POINTS = 4000
+_YEAR_1973_S = 1e8  # no recording that counts from its own start is so long
+GIB = 2**30
+_MARKS_AT = 0.93
+_MOST_BANDS = 120
+_MOST_MARKS = 400
+_LABELLED_SHARE = 0.07  # a phase narrower than this share of the chart has no room for its name
+_PHASE_COLOURS = {
+    "load": "--band-load",
+    "warm": "--band-warm",
+    "run": "--band-run",
+    "evaluate": "--band-evaluate",
+    "checkpoint": "--band-checkpoint",
+}
+EVENT_WORDS = {
+    "compile": "compile",
+    "recompile": "recompile",
+    "graph_break": "graph break",
+    "recompile_limit": "recompile limit",
+    "eager_flex": "uncompiled attention",
+    "capture": "graph capture",
+    "capture_skip": "capture refused",
+    "cache_flush": "cache emptied",
+    "oom": "out of memory",
+    "error": "error",
+}
+_SYMBOLS = {
+    "compile": "triangle-up",
+    "recompile": "triangle-up-open",
+    "graph_break": "x",
+    "recompile_limit": "hourglass",
+    "eager_flex": "cross",
+    "capture": "square",
+    "capture_skip": "square-open",
+    "cache_flush": "diamond",
+    "oom": "star",
+    "error": "circle-x",
+}
+# How these marks look in a text.
+SIGNS = {
+    "triangle-up": "▲",
+    "triangle-up-open": "△",
+    "x": "✖",
+    "hourglass": "⧗",
+    "cross": "✚",
+    "square": "■",
+    "square-open": "□",
+    "diamond": "◆",
+    "star": "★",
+    "circle-x": "⊗",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Turns moments into time since `start_s`, in units of `unit_s` seconds; `dated` where moments are
+    seconds since 1970."""
+
+    start_s: float
+    unit_s: float
+    unit: str
+    dated: bool
+
+    def elapsed(self, time_s: Column) -> Column:
+        return (time_s - self.start_s) / self.unit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart. `close_up` is the range of its vertical axis in which the steady state fills it, and
+    `starts_close` whether the page shows that first."""
+
+    title: str
+    caption: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    close_up: tuple[float, float] | None = None
+    starts_close: bool = False
+
+
+def clock_of(run: RunFacts) -> Clock:
+    """A clock that starts with the first thing known of the run, in a unit that fits its length."""
+    trace, metrics = run.trace, run.metrics
+    times = [part.time_s for part in trace.samples if len(part.time_s)]
+    times += [part.time_s for part in trace.steps if len(part.time_s)]
+    dated = any(float(t[0]) > _YEAR_1973_S for t in times) or not times
+    if metrics is not None and (metrics.dated == dated or not times):
+        dated = metrics.dated
+        times.append(metrics.time_s)
+    if not times:
+        return Clock(0.0, 1.0, "s", dated)
+    first, last = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
+    span = last - first
+    unit_s, unit = (1.0, "s") if span < 300 else (60.0, "min") if span < 5 * 3600 else (3600.0, "h")
+    return Clock(first, unit_s, unit, dated)
+
+
+def thin(values: Column, most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
+    """Indices of at most `most` points that keep the first, the last, and the lowest and highest of every
+    stretch; a gap (NaN) stays a gap."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    gaps = np.isnan(values)
+    # The ends may come on top of a stretch's own points.
+    stretches = (most - 2) // (3 if gaps.any() else 2)
+    edges = np.linspace(0, count, stretches + 1).astype(np.intp)
+    stretch = np.searchsorted(edges, np.arange(count), side="right") - 1
+    order = np.lexsort((np.where(gaps, np.inf, values), stretch))
+    lowest = order[edges[:-1]]
+    order = np.lexsort((np.where(gaps, -np.inf, values), stretch))
+    highest = order[edges[1:] - 1]
+    kept = [np.array([0, count - 1]), lowest, highest]
+    if gaps.any():
+        first_gap = np.flatnonzero(gaps)
+        kept.append(first_gap[np.unique(stretch[first_gap], return_index=True)[1]])
+    return np.unique(np.concatenate(kept))
+
+
+def _broken(time_s: Column, columns: Sequence[Column]) -> tuple[Column, list[Column]]:
+    """The curves with a gap where nothing was recorded for far longer than usual."""
+    whole = [np.asarray(column, float) for column in columns]
+    if len(time_s) < 3:
+        return time_s, whole
+    apart = np.diff(time_s)
+    usual = float(np.median(apart))
+    holes = np.flatnonzero(apart > max(20 * usual, 30.0)) + 1
+    if not len(holes):
+        return time_s, whole
+    middle = (time_s[holes - 1] + time_s[holes]) / 2
+    return np.insert(time_s, holes, middle), [np.insert(c, holes, np.nan) for c in whole]
+
+
+def numbers(values: Column, digits: int) -> list[float | None]:
+    """Rounded, with None for what is not known, as JSON has it."""
+    return [None if v != v else v for v in np.round(values, digits).tolist()]
+
+
+def curve(
+    clock: Clock,
+    time_s: Column,
+    values: Column,
+    *,
+    name: str,
+    colour: str,
+    unit: str = "",
+    step: Column | None = None,
+    by: Column | None = None,
+    dash: str = "solid",
+    shape: str = "linear",
+) -> dict[str, Any]:
+    """A line of at most MOST_POINTS points, those that matter for `by` (itself, if None): the parts of
+    a stack need the same moments. `step` numbers the points for whoever points at them."""
+    at, (shown, chosen, *numbered) = _broken(
+        time_s, [values, values if by is None else by, *([] if step is None else [step])]
+    )
+    kept = thin(chosen)
+    drawn: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": numbers(clock.elapsed(at[kept]), 4),
+        "y": numbers(shown[kept], 5),
+        "line": {"color": colour, "width": 2, "dash": dash, "shape": shape},
+        "connectgaps": False,
+        "hovertemplate": f"%{{y:,.4~g}}{unit and ' ' + unit}",
+    }
+    if numbered:
+        drawn["customdata"] = numbers(numbered[0][kept], 0)
+        drawn["hovertemplate"] += " (step %{customdata})"
+    return drawn
+
+
+def said_thinned(*columns: Column) -> str:
+    """What a caption says of curves that are not drawn whole; empty where all are."""
+    longest = max((len(column) for column in columns), default=0)
+    if longest <= MOST_POINTS:
+        return ""
+    return (
+        f" {longest:,} readings are drawn with {MOST_POINTS:,} points that keep the lowest and the "
+        "highest of every stretch."
+    )
+
+
+def escape(text: str, most: int = 200) -> str:
+    """Text of the run for a label: wrapped, escaped, one line where it was many."""
+    words = printable(" ".join(text.split()))
+    words = words if len(words) <= most else f"{words[: most - 1]}…"
+    pieces = textwrap.wrap(words, 60)
+    return "<br>".join(html.escape(piece, quote=False) for piece in pieces)
+
+
+def printable(text: str) -> str:
+    """Without control characters, halves of surrogate pairs and marks that turn the writing's direction."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def memory_layout(
+    phases: Sequence[Phase], clock: Clock, span: tuple[float, float]
+) -> dict[str, Any]:
+    """The phases as bands behind the curves, with their names where there is room."""
+    shown = sorted(phases, key=lambda p: -p.seconds)[:_MOST_BANDS]
+    bands, labels = [], []
+    whole = max(span[1] - span[0], 1e-9)
+    for phase in sorted(shown, key=lambda p: p.from_s):
+        left, right = (float(clock.elapsed(np.array(t))) for t in (phase.from_s, phase.to_s))
+        bands.append(
+            {
+                "type": "rect",
+                "xref": "x",
+                "yref": "paper",
+                "x0": round(left, 4),
+                "x1": round(right, 4),
+                "y0": 0,
+                "y1": 1,
+                "layer": "below",
+                "fillcolor": _PHASE_COLOURS.get(phase.name, "--band-other"),
+                "line": {"width": 1, "color": "--band-edge"},
+            }
+        )
+        if (right - left) / whole >= _LABELLED_SHARE:
+            labels.append(
+                {
+                    "xref": "x",
+                    "yref": "paper",
+                    "x": round((left + right) / 2, 4),
+                    "y": 1,
+                    "yanchor": "bottom",
+                    "showarrow": False,
+                    "text": escape(phase.name, 24),
+                    "font": {"size": 11, "color": "--muted"},
+                }
+            )
+    return {"shapes": bands, "annotations": labels}
+
+
+def event_marks(events: Sequence[Event], clock: Clock) -> list[dict[str, Any]]:
+    """Events as marks along the top of a chart, one kind of mark for each kind of event."""
+    marks = []
+    for kind, words in EVENT_WORDS.items():
+        of_kind = [event for event in events if event.kind == kind]
+        if not of_kind:
+            continue
+        every = -(-len(of_kind) // _MOST_MARKS)
+        shown = of_kind[::every]
+        name = f"{words} ({len(of_kind)})" if len(of_kind) > 1 else words
+        marks.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "x": numbers(clock.elapsed(np.array([e.time_s for e in shown])), 4),
+                "y": [_MARKS_AT] * len(shown),
+                "yaxis": "y2",
+                "text": [escape(e.text) or words for e in shown],
+                "hovertemplate": "%{text}",
+                "marker": {"symbol": _SYMBOLS[kind], "size": 9, "color": "--event"},
+            }
+        )
+    return marks
