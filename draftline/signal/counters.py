@@ -42,12 +42,14 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """One compile that ended. `number` is Dynamo's id, "<frame>/<version>"; `function` is "" for a
-    backward; `reason` is the guard that made it a recompile; `failure` why it was given up."""
+    """One compile that ended. `number` is Dynamo's id, "<frame>/<version>"; `function` and `place`
+    (file and line) are "" for a backward and a failure; `reason` is the guard that made it a
+    recompile; `failure` why it was given up."""
 
     number: str
     backward: bool
     function: str
+    place: str
     ended_s: float
     seconds: float | None
     reason: str | None
@@ -56,8 +58,9 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """Where and why Dynamo split a function's graph."""
+    """Where (function, and file and line) and why Dynamo split a function's graph."""
 
+    function: str
     place: str
     reason: str
 
@@ -209,12 +212,13 @@ def _compile(entry: Any) -> Compile:
     ended_us = getattr(entry, "end_time_us", None) or getattr(entry, "start_time_us", None) or 0
     took_us = getattr(entry, "duration_us", None)
     kind, why = (getattr(entry, name, None) for name in ("fail_type", "fail_reason"))
+    function, file = (getattr(entry, name, None) or "" for name in ("co_name", "co_filename"))
+    line = getattr(entry, "co_firstlineno", None)
     return Compile(
         str(getattr(entry, "compile_id", None) or "?"),
-        getattr(entry, "is_forward", True) is not True
-        and not getattr(entry, "co_name", None)
-        and kind is None,
-        getattr(entry, "co_name", None) or "",
+        getattr(entry, "is_forward", True) is not True and not function and kind is None,
+        function,
+        f"{file}:{line}" if file and line else "",
         ended_us / 1e6,
         None if took_us is None else took_us / 1e6,
         getattr(entry, "recompile_reason", None),
@@ -236,8 +240,10 @@ def graph_breaks_after(count: int) -> tuple[list[GraphBreak], int]:
 def _graph_break(entry: Any) -> GraphBreak:
     stack = list(getattr(entry, "user_stack", None) or ())
     where = stack[-1] if stack else None
-    place = "" if where is None else f"{where.name} ({where.filename}:{where.lineno})"
-    return GraphBreak(place, str(getattr(entry, "reason", "")))
+    reason = str(getattr(entry, "reason", ""))
+    if where is None:
+        return GraphBreak("", "", reason)
+    return GraphBreak(where.name, f"{where.filename}:{where.lineno}", reason)
 
 
 class Rising:

@@ -122,7 +122,8 @@ class CompileHooks:
                 self._compiled(compile_)
         breaks, self._breaks = counters.graph_breaks_after(self._breaks)
         for split in breaks:
-            self._emit("graph_break", f"{_short(split.place)}: {_why(split.reason)}", time.time())
+            text = f"{_named(split.function, split.place)}: {_why(split.reason)}"
+            self._emit("graph_break", text, time.time())
         if not self._flex and counters.eager_flex():
             self._flex = True
             self._emit("eager_flex", "flex_attention was called without torch.compile", time.time())
@@ -151,14 +152,14 @@ class CompileHooks:
         its frame's number."""
         frame = compile_.number.split("/")[0].lstrip("[!")
         if compile_.function and len(self._functions) < _FUNCTIONS:
-            self._functions[frame] = name_function(compile_.function)
+            self._functions[frame] = _named(compile_.function, compile_.place)
         return self._functions.get(frame, f"function {frame}")
 
 
-def _short(place: str) -> str:
-    """A place with the last part of its path only."""
-    head, bracket, tail = place.partition("(")
-    return f"{head}{bracket}{Path(tail).name}" if bracket else place or "somewhere"
+def _named(function: str, place: str) -> str:
+    """A function with the last part of its path and its line, where they are known."""
+    name = name_function(function) or "a function"
+    return f"{name} ({Path(place).name})" if place else name
 
 
 def _why(reason: str) -> str:

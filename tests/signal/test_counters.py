@@ -157,7 +157,8 @@ def test_compiles_are_handed_out_once_and_runtime_entries_never(
             **{"compile_id": "0/0", "co_name": "f", "is_forward": True, "end_time_us": 2e6} | known
         )
 
-    first, runtime = entry(duration_us=5e5), entry(is_runtime=True)
+    first = entry(duration_us=5e5, co_filename="/src/a.py", co_firstlineno=3)
+    runtime = entry(is_runtime=True)
     backward = entry(co_name=None, is_forward=False)
     failed = entry(compile_id="0/1", co_name=None, fail_type="Unsupported", fail_reason="why")
     kept = [first, runtime]
@@ -165,7 +166,7 @@ def test_compiles_are_handed_out_once_and_runtime_entries_never(
     utils = SimpleNamespace(get_compilation_metrics=lambda: list(kept))
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
     compiles, last = counters.compiles_after(None) or ([], None)
-    assert compiles == [Compile("0/0", False, "f", 2.0, 0.5, None, None)]
+    assert compiles == [Compile("0/0", False, "f", "/src/a.py:3", 2.0, 0.5, None, None)]
     kept += [backward, failed]
     compiles, last = counters.compiles_after(last) or ([], None)
     assert [c.backward for c in compiles] == [True, False]

@@ -63,6 +63,10 @@ def scaler(**options: Any) -> Callable[[Any, int], Any]:
     return torch.compile(scale, backend="eager", dynamic=False, **options)
 
 
+def place_of(function: Any) -> str:
+    return f"(test_hooks.py:{function.__wrapped__.__code__.co_firstlineno})"
+
+
 def test_nothing_is_known_before_something_is_compiled(watched: Watched) -> None:
     watched.hooks.refresh()
     assert watched.hooks.values() == {}
@@ -74,10 +78,11 @@ def test_compiles_and_recompiles_have_name_seconds_and_reason(watched: Watched) 
     scale, x = scaler(fullgraph=True), torch.ones(2)
     for factor in (3, 3, 4):
         scale(x, factor)
-    assert watched.texts("compile") == ["scale, forward"] * 2
+    named = place_of(scale)
+    assert watched.texts("compile") == [f"scale {named}, forward"] * 2
     (again,) = watched.texts("recompile")
-    assert again.startswith("scale: value of `factor` changed from 3 to another")
-    assert "test_hooks.py" in again
+    assert again.startswith(f"scale {named}: value of `factor` changed from 3 to another")
+    assert "which test_hooks.py:" in again
     assert all(event.seconds is not None and event.seconds > 0 for event in watched.events)
     values = watched.hooks.values()
     assert values["compile_s"] > 0
@@ -92,7 +97,8 @@ def test_a_backward_is_named_after_its_function(watched: Watched) -> None:
         return (x * x).sum()
 
     squared(torch.ones(2, requires_grad=True)).backward()
-    assert watched.texts("compile") == ["squared, forward", "squared, backward"]
+    named = f"squared {place_of(squared)}"
+    assert watched.texts("compile") == [f"{named}, forward", f"{named}, backward"]
 
 
 def test_a_reached_limit_is_no_compile(watched: Watched, dynamo: Any) -> None:
@@ -104,7 +110,7 @@ def test_a_reached_limit_is_no_compile(watched: Watched, dynamo: Any) -> None:
             scale(x, factor)
     assert len(watched.texts("compile")) == 2
     (limit,) = watched.texts("recompile_limit")
-    assert limit.startswith("scale: value of `factor` changed")
+    assert limit.startswith(f"scale {place_of(scale)}: value of `factor` changed")
     assert watched.hooks.values()["recompile_limits"] == 1
 
 
@@ -118,15 +124,13 @@ def test_a_graph_break_says_where_and_why(watched: Watched) -> None:
         return y * 2
 
     broken(torch.ones(2))
+    first = broken.__wrapped__.__code__.co_firstlineno
     (text,) = watched.texts("graph_break")
-    assert text.startswith("broken (test_hooks.py:")
+    assert text.startswith(f"broken (test_hooks.py:{first + 3}): ")
     assert "graph_break" in text
-    assert watched.texts("compile") == ["broken, forward", f"{resumed(broken)}, forward"]
-
-
-def resumed(function: Any) -> str:
-    line = function.__wrapped__.__code__.co_firstlineno + 3
-    return f"broken after line {line}"
+    assert "Hint" not in text
+    names = [text.split(" (")[0] for text in watched.texts("compile")]
+    assert names == ["broken", f"broken after line {first + 3}"]
 
 
 def test_a_reset_of_dynamo_does_not_end_it(watched: Watched, dynamo: Any) -> None:
