@@ -44,7 +44,7 @@ class CudaDevice:
 class Compile:
     """One compile that ended. `number` is Dynamo's id, "<frame>/<version>"; `function` and `place`
     (file and line) are "" for a backward and a failure; `reason` is the guard that made it a
-    recompile; `failure` why it was given up."""
+    recompile; `failure` why it was given up, `skipped` why its CUDA graph was."""
 
     number: str
     backward: bool
@@ -54,6 +54,7 @@ class Compile:
     seconds: float | None
     reason: str | None
     failure: str | None
+    skipped: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,7 @@ def _compile(entry: Any) -> Compile:
         None if took_us is None else took_us / 1e6,
         getattr(entry, "recompile_reason", None),
         None if kind is None else str(why or kind),
+        getattr(entry, "cudagraph_skip_reason", None),
     )
 
 

@@ -143,6 +143,8 @@ class CompileHooks:
         text = f"{function}, {'backward' if compile_.backward else 'forward'}"
         text += f", failed: {failure}" if failure else ""
         self._emit("compile", text, compile_.ended_s, compile_.seconds)
+        if compile_.skipped:
+            self._emit("capture_skip", f"{function}: {compile_.skipped}", compile_.ended_s)
         if again:
             self._count("recompiles", 1)
             self._emit("recompile", again, compile_.ended_s, compile_.seconds)

@@ -166,7 +166,7 @@ def test_compiles_are_handed_out_once_and_runtime_entries_never(
     utils = SimpleNamespace(get_compilation_metrics=lambda: list(kept))
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
     compiles, last = counters.compiles_after(None) or ([], None)
-    assert compiles == [Compile("0/0", False, "f", "/src/a.py:3", 2.0, 0.5, None, None)]
+    assert compiles == [Compile("0/0", False, "f", "/src/a.py:3", 2.0, 0.5, None, None, None)]
     kept += [backward, failed]
     compiles, last = counters.compiles_after(last) or ([], None)
     assert [c.backward for c in compiles] == [True, False]

@@ -236,6 +236,17 @@ def test_a_recording_of_a_cuda_graph_is_a_capture(monkeypatch: pytest.MonkeyPatc
     assert watched.hooks.values() == {"captures": 1}
 
 
+def test_a_refused_cuda_graph_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHandler(monkeypatch)
+    why = "skipping cudagraphs due to cpu device (primals_1)"
+    entry = SimpleNamespace(co_name="f", compile_id="0/0", cudagraph_skip_reason=why)
+    utils = SimpleNamespace(get_compilation_metrics=list)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
+    watched = Watched()
+    utils.get_compilation_metrics = lambda: [entry]
+    assert watched.texts("capture_skip") == [f"f: {why}"]
+
+
 def test_a_torch_that_answers_otherwise_ends_the_events_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
