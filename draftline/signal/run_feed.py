@@ -98,10 +98,8 @@ class RunFeed:
             self._pid = pid if isinstance(pid, int) else None
             self._started_s, self._program = at_s, str(row.get("program") or "")
             self._ended = None
-        elif kind == "event" and math.isfinite(at_s):
-            device = row.get("device")
-            named = None if device is None else str(device)
-            return [Event(at_s, str(event), str(row.get("text") or ""), named)]
+        elif (told := event_of(row)) is not None:
+            return [told]
         elif kind == "phase" and row.get("phase") == "end":
             self._ended = "the program has ended"
         elif kind is None and event == "start":
@@ -137,6 +135,20 @@ class RunFeed:
         except ConfigError:
             return False
         return began is None or math.isnan(self._started_s) or began <= self._started_s + 1.0
+
+
+def event_of(row: Mapping[str, Any]) -> Event | None:
+    """The event that a line of a recording tells; None where it is another kind of line."""
+    time_s, device, seconds = row.get("time_s"), row.get("device"), row.get("seconds")
+    if row.get("kind") != "event" or not isinstance(time_s, (int, float)):
+        return None
+    return Event(
+        float(time_s),
+        str(row.get("event")),
+        str(row.get("text") or ""),
+        None if device is None else str(device),
+        float(seconds) if isinstance(seconds, (int, float)) else None,
+    )
 
 
 def _modified_s(path: Path) -> float:

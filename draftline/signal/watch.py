@@ -211,7 +211,11 @@ _UNSEEN = (
 
 
 def _where(observer: Observer) -> str:
-    files = [str(observer.directory), *map(str, observer.recordings)]
+    here = Path.cwd()
+    files = [
+        str(path.relative_to(here) if path.is_relative_to(here) else path)
+        for path in (observer.directory, *observer.recordings)
+    ]
     return f"recorded: draftline diagnose {shlex.join(files)}"
 
 
