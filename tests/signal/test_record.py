@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, idle, stats
+from fake_nvml import GIB, FakeNvml, gpu
 
 from draftline import signal
 from draftline.errors import ConfigError
@@ -244,6 +246,26 @@ def test_only_devices_in_use_are_sampled(tmp_path: Path, monkeypatch: pytest.Mon
         recorder._look_at_s = 0.0
         recorder._tick()
         assert wanted() == {"0", "1"}
+
+
+def test_the_driver_is_asked_for_the_programs_devices_by_uuid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = [(os.getpid(), 2 * GIB), (99, GIB)]
+    nvml = FakeNvml([gpu(uuid="GPU-other"), gpu(uuid="GPU-mine", compute=mine)])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    FakeCuda(uuids=["MINE"]).install(monkeypatch)
+    with Recorder(tmp_path / "signal.jsonl") as recorder:
+        recorder.mark_step()
+        recorder._sampler.tick(time.monotonic())
+    lines = read(tmp_path / "signal.jsonl")
+    assert lines[0]["devices"]["cuda:0"]["index"] == 1
+    assert lines[0]["devices"]["cuda:0"]["uuid"] == "GPU-mine"
+    assert {line["device"] for line in lines if "device" in line} == {"1"}
+    sample = of_kind(tmp_path / "signal.jsonl", "device")[0]
+    assert (sample["used_bytes"], sample["util_pct"]) == (3 * GIB, 87.0)
+    assert sample["processes"] == {str(pid): held for pid, held in mine}
+    assert nvml.open == 0  # closed again at the end
 
 
 def test_another_stance_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
