@@ -65,7 +65,7 @@ def test_a_process_whose_memory_is_not_told_is_there_all_the_same(held: int | No
 
 def test_a_process_in_both_lists_counts_once() -> None:
     assert told_processes([[(1, None)], [(1, 5)]], GIB) == {1: 5}
-    assert told_processes([[(1, 5)], [(1, 5)]], GIB) == {1: 5}
+    assert told_processes([[(1, 5)], [(1, None)]], GIB) == {1: 5}
     assert told_processes([None, None], GIB) is None
 
 

@@ -50,6 +50,7 @@ def test_a_program_without_a_gpu(tmp_path: Path) -> None:
             pass
         recorder.mark_step(tokens=9)
         recorder.mark_step(7)
+        recorder.mark_step()
         recorder.event("capture", "one graph", seconds=0.5)
     start, phase, *steps, event = read(tmp_path / "signal.jsonl")
     assert (start["kind"], start["format"], start["program"]) == ("start", 1, "mine")
@@ -60,6 +61,7 @@ def test_a_program_without_a_gpu(tmp_path: Path) -> None:
         (0, "cpu", 8),
         (1, "cpu", 9),
         (7, "cpu", None),
+        (8, "cpu", None),
     ]
     assert not set(TOTALS) & set(steps[0])  # no torch: nothing is known, and nothing is zero
     assert all(s["wall_ms"] >= 0 for s in steps)
@@ -388,7 +390,7 @@ def test_a_forked_child_records_nothing_and_the_parent_goes_on(tmp_path: Path) -
     code = """
 import os
 from draftline.signal.record import Recorder, command_line
-recorder = Recorder("signal.jsonl").start()
+recorder, late = Recorder("signal.jsonl").start(), Recorder("late.jsonl")
 recorder.mark_step()
 child = os.fork()
 recorder.mark_step()
@@ -398,7 +400,8 @@ if child:
     assert os.waitpid(child, 0)[1] == 0
     recorder.mark_step()
 else:
-    assert not recorder.live
+    late.mark_step()
+    assert not recorder.live and not late.live
 """
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr
