@@ -6,23 +6,28 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.diff_facts import ABSENT, causes_of, outcome_of
+from draftline.signal.diff_facts import ABSENT, causes_of, device_labels, outcome_of
 from draftline.signal.diff_rules import LEFT_OUT, LIKELY, POSSIBLE, rule_for
 from draftline.signal.run_facts import RunFacts, read_run
 
 # Times of a start differ with everything else on a machine; what is a count must be equal.
 _NOISE = {"compile.seconds": 0.5}
-_SAME = 0.02  # share by which a figure of the outcome may differ and still be called the same
+_SAME = 0.03  # share by which a figure of the outcome may differ and still be called the same
+_SAME_PCT = 2.0  # the same for figures that are shares already
+_NOT_KNOWN = "not known"
 _WORDS = {LIKELY: "likely", POSSIBLE: "possible", 0: "unlikely"}
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A figure of the outcome in both runs, as text; "not known" where a run does not tell."""
+    """A figure of the outcome in both runs, as text; "not known" where a run does not tell. `where` is
+    "" for the whole run, a device, or "speed"."""
 
+    where: str
     what: str
     a: str
     b: str
@@ -48,7 +53,8 @@ class Difference:
 
     a: str
     b: str
-    lines_of: tuple[str, str]
+    said_a: str
+    said_b: str
     changed: tuple[Changed, ...]
     findings: tuple[Finding, ...]
     same: int
@@ -57,17 +63,19 @@ class Difference:
     @property
     def memory_differs(self) -> bool | None:
         """Whether memory behaved in another way, None where one run does not tell."""
-        rows = [c for c in self.changed if c.what.startswith(("memory is", "because"))]
-        known = [row for row in rows if "not known" not in (row.a, row.b)]
-        if not known:
+        told = [row for row in self.changed if row.what == "memory is"]
+        if not told or any(_NOT_KNOWN in (row.a, row.b) for row in told):
             return None
-        return not all(row.same for row in known)
+        moved = ("memory is", "reserved GiB, highest", "device GiB, highest")
+        return not all(row.same for row in self.changed if row.what in moved)
 
     def to_dict(self) -> dict[str, Any]:
         """What `draftline diff --json` prints."""
         return {
             "a": self.a,
             "b": self.b,
+            "verdict_a": self.said_a,
+            "verdict_b": self.said_b,
             "memory_differs": self.memory_differs,
             "changed": [asdict(row) for row in self.changed],
             "findings": [asdict(finding) for finding in self.findings],
@@ -77,33 +85,31 @@ class Difference:
 
     def lines(self, width: int = 100) -> list[str]:
         """The comparison for a person, in lines of at most about `width` characters."""
-        lines = [f"A  {self.a}", f"   {self.lines_of[0]}", f"B  {self.b}", f"   {self.lines_of[1]}"]
+        lines = []
+        for side, name, said in (("A", self.a, self.said_a), ("B", self.b, self.said_b)):
+            lines += [f"{side}  {name}", *textwrap.wrap(said, width, **_indents(3))]
         lines += ["", *_table(self.changed, width), ""]
         differs = self.memory_differs
         if not self.findings:
-            lines.append("nothing that both runs recorded differs before the first step")
+            lines.append("no other difference was recorded in both")
         elif differs:
             lines.append("what may explain it, the most telling first:")
         elif differs is None:
             lines.append("whether memory behaves alike cannot be told; these differ:")
         else:
             lines.append("memory behaves alike in both; these differ all the same:")
-        indent = "     "
-        for finding in self.findings:
-            lines += textwrap.wrap(
-                f"{finding.rank:>3}. {finding.what}: {finding.a} -> {finding.b}",
-                width,
-                subsequent_indent=indent,
-            )
-            lines += textwrap.wrap(
-                f"{finding.explains}: {finding.why}",
-                width,
-                initial_indent=indent,
-                subsequent_indent=indent,
-            )
+        for (explains, why), group in groupby(self.findings, key=lambda f: (f.explains, f.why)):
+            for finding in group:
+                head = f"{finding.rank:>3}. {finding.what}: {finding.a} -> {finding.b}"
+                lines += textwrap.wrap(head, width, subsequent_indent=" " * 5)
+            lines += textwrap.wrap(f"{explains}: {why}", width, **_indents(5))
         lines.append(f"{self.same} facts are the same in both")
         lines += [f"not compared: {text}" for text in self.missing]
         return lines
+
+
+def _indents(letters: int) -> dict[str, Any]:
+    return {"initial_indent": " " * letters, "subsequent_indent": " " * letters}
 
 
 def compare(run_a: Path, run_b: Path) -> Difference:
@@ -118,6 +124,7 @@ def compare_facts(a: RunFacts, b: RunFacts, *, names: tuple[str, str]) -> Differ
     """`compare` of two runs that were read already."""
     missing = [f"{side} has {what}" for side, run in (("A", a), ("B", b)) for what in run.missing]
     left, right = causes_of(a), causes_of(b)
+    labels = device_labels(a, b)
     differing: list[tuple[int, str, str, str, str]] = []
     same = 0
     for section in left.keys() | right.keys():
@@ -152,8 +159,9 @@ def compare_facts(a: RunFacts, b: RunFacts, *, names: tuple[str, str]) -> Differ
     return Difference(
         a=names[0],
         b=names[1],
-        lines_of=(a.verdict.line, b.verdict.line),
-        changed=tuple(_changed(outcome_of(a), outcome_of(b))),
+        said_a=a.verdict.line,
+        said_b=b.verdict.line,
+        changed=tuple(_changed(outcome_of(a, labels), outcome_of(b, labels))),
         findings=tuple(findings),
         same=same,
         missing=tuple(sorted(missing)),
@@ -193,33 +201,22 @@ def _noise(name: str, a: object, b: object) -> bool:
     return abs(a - b) <= max(share * max(abs(a), abs(b)), 5.0)
 
 
-def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
+def _changed(
+    a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]
+) -> list[Changed]:
     rows = []
-    for what in sorted(a.keys() | b.keys(), key=_place):
-        one, other = a.get(what), b.get(what)
-        same = one == other
-        if isinstance(one, float) and isinstance(other, float):
-            same = math.isclose(one, other, rel_tol=_SAME, abs_tol=0.05)
-        rows.append(
-            Changed(
-                what,
-                "not known" if one is None else _show(one),
-                "not known" if other is None else _show(other),
-                same,
-            )
-        )
-    return rows
-
-
-_ORDER = ("verdict", "memory is", "because", "device", "reserved", "tensors", "allocator")
-
-
-def _place(what: str) -> tuple[str, int, str]:
-    """Verdict, then device by device, then speed."""
-    device = what.rpartition(", device ")[2] if ", device " in what else ""
-    place = next((i for i, word in enumerate(_ORDER) if what.startswith(word)), len(_ORDER))
-    speed = place == len(_ORDER)
-    return ("~" if speed else "" if what == "verdict" else device.rjust(4), place, what)
+    for where in dict.fromkeys((*a, *b)):
+        one, other = a.get(where, {}), b.get(where, {})
+        for what in dict.fromkeys((*one, *other)):
+            left, right = one.get(what), other.get(what)
+            same = left == right
+            if isinstance(left, float) and isinstance(right, float):
+                within = _SAME_PCT if what.endswith("%") else 0.05
+                same = math.isclose(left, right, rel_tol=_SAME, abs_tol=within)
+            a_says, b_says = (_NOT_KNOWN if v is None else _show(v) for v in (left, right))
+            rows.append(Changed(where, what, a_says, b_says, same))
+    # Speed comes last, whichever run has more devices.
+    return sorted(rows, key=lambda row: row.where == "speed")
 
 
 def _show(value: object) -> str:
@@ -239,16 +236,20 @@ def _show(value: object) -> str:
 
 
 def _table(rows: Sequence[Changed], width: int) -> list[str]:
-    cells = [("", "A", "B", ""), *((r.what, r.a, r.b, "" if r.same else "*") for r in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(3)]
-    most = max(12, (width - widths[0] - 8) // 2)
-    widths[1:] = [min(size, most) for size in widths[1:]]
-    lines = []
-    for row in cells:
-        parts = [
-            text if len(text) <= size else f"{text[: size - 3]}..."
-            for text, size in zip(row[:3], widths, strict=True)
-        ]
-        padded = [text.ljust(size) for text, size in zip(parts, widths, strict=True)]
-        lines.append(f"{row[3] or ' '} {'  '.join(padded)}".rstrip())
+    names = max((len(row.what) for row in rows), default=0) + 2
+    values = max((len(text) for row in rows for text in (row.a, row.b)), default=0)
+    values = max(8, min(values, (width - names - 8) // 2))
+    lines = [f"  {'':{names}}  {'A':{values}}  B"]
+    for where, group in groupby(rows, key=lambda row: row.where):
+        if where:
+            lines.append(f"  {where}")
+        for row in group:
+            cells = [
+                text if len(text) <= values else f"{text[: values - 3]}..."
+                for text in (row.a, row.b)
+            ]
+            mark = " " if row.same else "*"
+            lines.append(
+                f"{mark}   {row.what:{names - 2}}  {cells[0]:{values}}  {cells[1]}".rstrip()
+            )
     return [*lines, "  (* differs)"]

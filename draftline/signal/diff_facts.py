@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from draftline.signal.evidence import Evidence, gather
-from draftline.signal.run_facts import RunFacts, flatten
+from draftline.signal.report_memory import device_name
+from draftline.signal.run_facts import RunFacts, flatten, steady_readings
 
 GIB, MIB = 2**30, 2**20
 # Sections in which a fact that is not there has a meaning of its own.
@@ -42,17 +44,31 @@ def causes_of(run: RunFacts) -> dict[str, dict[str, Any]]:
     return {name: facts for name, facts in sections.items() if facts}
 
 
-def outcome_of(run: RunFacts) -> dict[str, Any]:
-    """How a run behaved: verdict, memory of each device in the driver's order, speed."""
-    facts: dict[str, Any] = {"verdict": run.verdict.verdict}
-    for place, (device, seen) in enumerate(
-        zip(run.verdict.devices, gather(run.trace), strict=True), start=1
-    ):
-        # Runs on other GPUs of a machine are compared by order, not by number.
-        name = "" if len(run.verdict.devices) == 1 else f", device {place}"
-        facts |= {f"{what}{name}": value for what, value in _memory(seen).items()}
-        facts[f"memory is{name}"] = device.shape
-        facts[f"because{name}"] = ", ".join(cause.cause for cause in device.causes)
+def device_labels(a: RunFacts, b: RunFacts) -> list[str]:
+    """Names for the devices of both runs in order: on other GPUs of a machine, or on one that numbers
+    them anew, runs are compared by order."""
+    names = [[device_name(d.device) for d in run.verdict.devices] for run in (a, b)]
+    return [
+        one if one == other or not other else other if not one else f"{one} | {other}"
+        for one, other in zip_longest(*names, fillvalue="")
+    ]
+
+
+def outcome_of(run: RunFacts, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How a run behaved, by "" for the whole of it, the label of each device, and "speed"."""
+    facts: dict[str, dict[str, Any]] = {"": {"verdict": run.verdict.verdict}}
+    for label, device, seen in zip(labels, run.verdict.devices, gather(run.trace), strict=False):
+        facts[label] = {
+            "memory is": None if device.shape == "unknown" else device.shape,
+            "because": ", ".join(cause.cause for cause in device.causes),
+            **_memory(seen),
+        }
+    facts["speed"] = _speed(run)
+    return facts
+
+
+def _speed(run: RunFacts) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
     metrics = run.metrics
     for what, column in (
         ("ms a step", "step_ms"),
@@ -74,10 +90,9 @@ def outcome_of(run: RunFacts) -> dict[str, Any]:
 
 def _memory(seen: Evidence) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    for what, shape in (("device", seen.seen), ("reserved", seen.held), ("tensors", seen.floor)):
-        if shape.kind != "unknown":
-            facts[f"{what} GiB, highest"] = shape.high_bytes / GIB
-            facts[f"{what} MiB, highest - lowest"] = (shape.high_bytes - shape.low_bytes) / MIB
+    for what, column in steady_readings(seen).items():
+        facts[f"{what} GiB, highest"] = float(column.max()) / GIB
+        facts[f"{what} MiB, highest - lowest"] = float(np.ptp(column)) / MIB
     for what, name in (
         ("allocator calls a step", "allocator_calls"),
         ("device allocations a step", "device_allocations"),
@@ -120,7 +135,7 @@ def _compile(run: RunFacts, seen: list[Evidence]) -> dict[str, Any]:
     if late:
         facts["compiles in the steady state"] = max(late)
     sealed = run.sealed
-    if sealed is not None:
+    if sealed is not None and "warmed" in sealed:
         compiled, warmed = _rows(sealed, "compiled"), _rows(sealed, "warmed")
         facts |= {
             "graphs compiled": len(compiled),
@@ -192,6 +207,8 @@ def _environment(run: RunFacts) -> dict[str, Any]:
         "container": "container",
     }
     facts = {what: told[key] for what, key in named.items() if told.get(key) is not None}
+    if "commit" in facts:
+        facts["commit"] = str(facts["commit"])[:12]
     for what, key in (("memory", "memory_bytes"), ("memory limit", "memory_limit_bytes")):
         if isinstance(told.get(key), (int, float)):
             facts[what] = f"{told[key] / GIB:.1f} GiB"

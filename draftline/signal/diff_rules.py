@@ -57,10 +57,15 @@ RULES = (
         "What was not compiled before the first step compiles later or never.",
     ),
     Rule(
-        r"capture\..*|choice\..*(compile|capture|forwards).*|config\.target\.capture",
+        r"capture\..*|choice\..*(capture|forwards).*|config\.target\.capture",
         90,
         "A captured graph replays with fixed addresses and asks the allocator for nothing; what is not "
         "captured does, in every step.",
+    ),
+    Rule(
+        r"choice\..*compile.*",
+        88,
+        "This function was compiled in one run only, or by other means.",
     ),
     Rule(
         r"version\.torch",
@@ -125,12 +130,13 @@ RULES = (
         "The code of the step may differ.",
     ),
     Rule(
-        r"config\.(target|drafter|topology|features|loss)\..*|choice\..*",
+        r"config\.(target|drafter|topology)\..*|config\.(features\.source|loss\.(kind|soft_labels))|"
+        r"config\.train\.ema|choice\..*",
         56,
         "It changes which tensors exist, on which device, and how large they are.",
     ),
     Rule(
-        r"config\.evaluate\..*|config\.train\.(checkpoint_every|keep_checkpoints|log_every|ema)",
+        r"config\.evaluate\..*|config\.train\.(checkpoint_every|keep_checkpoints|log_every)",
         46,
         "It changes what happens between steps, and how often.",
     ),

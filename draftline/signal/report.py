@@ -12,7 +12,7 @@ from draftline.errors import ConfigError
 from draftline.runlog import write_atomic
 from draftline.signal.report_charts import speed_charts, training_charts
 from draftline.signal.report_curves import MOST_POINTS, SIGNS, Chart, Clock, clock_of
-from draftline.signal.report_memory import CURVES_IN_WORDS, memory_charts
+from draftline.signal.report_memory import curves_in_words, memory_charts
 from draftline.signal.report_page import GENERATOR, page
 from draftline.signal.report_tables import sections
 from draftline.signal.report_verdict import header, moment, phase_legend, text, verdict_card
@@ -76,7 +76,9 @@ def render(run: RunFacts) -> str:
             blocks.append(_block(key, chart))
         inner = "".join(blocks)
         if name == "memory":
-            inner = f'<p class="caption">{text(CURVES_IN_WORDS)}</p>{phase_legend(run)}{inner}'
+            inner = (
+                f'<p class="caption">{text(curves_in_words(charts))}</p>{phase_legend(run)}{inner}'
+            )
         elif len(charts) > 1:
             inner = f'<div class="pair">{inner}</div>'
         parts.append((name, title, inner))
@@ -123,6 +125,7 @@ def _figure(chart: Chart, clock: Clock, end: float) -> dict[str, Any]:
         },
         "yaxis": axis | {"hoverformat": ",.4~g"} | chart.layout.get("yaxis", {}),
     }
+    layout["yaxis"]["title"] = layout["yaxis"]["title"] | {"standoff": 10}
     if chart.starts_close and chart.close_up is not None:
         layout["yaxis"] = layout["yaxis"] | {"range": list(chart.close_up)}
     return {"data": chart.data, "layout": layout}
@@ -134,7 +137,9 @@ _UNITS = {"s": "seconds", "min": "minutes", "h": "hours"}
 def _block(key: str, chart: Chart) -> str:
     button = ""
     if chart.close_up is not None:
-        ranges = json.dumps({"close": chart.close_up, "whole": chart.layout["yaxis"]["range"]})
+        ranges = json.dumps(
+            {"close": chart.close_up, "whole": chart.layout["yaxis"]["range"]}, allow_nan=False
+        )
         pressed = str(chart.starts_close).lower()
         words = "Show from zero" if chart.starts_close else "Close up of the steady state"
         button = (
@@ -181,7 +186,7 @@ def _navigation(parts: Sequence[tuple[str, str, str]], charts: bool) -> str:
 def _footer(run: RunFacts, clock: Clock, charts: bool) -> str:
     said = ["Made by draftline."]
     if charts:
-        zero = moment(clock.start_s) if clock.dated else "the first reading"
+        zero = moment(clock.start_s, run) if clock.dated else "the first reading"
         said.append(
             f"Charts: drag to zoom, all of them follow; double-click to go back. Time 0 is {zero}. "
             f"Curves have at most {MOST_POINTS:,} points and keep the lowest and highest of every "

@@ -19,7 +19,7 @@ from draftline.signal.report_curves import (
     memory_layout,
     said_thinned,
 )
-from draftline.signal.run_facts import RunFacts
+from draftline.signal.run_facts import RunFacts, steady_readings
 from draftline.signal.trace import Column
 from draftline.signal.verdict import DeviceVerdict
 
@@ -122,11 +122,20 @@ _LEVELS = (
     ("allocated_bytes", "tensors", "--series-3", "solid"),
     ("peak_bytes", "peak of a step", "--series-4", "dot"),
 )
-CURVES_IN_WORDS = (
-    "Whole device: all that is on it, as nvidia-smi shows it. Held by PyTorch: what its allocator has "
-    "taken from the device (reserved). Tensors: what is in use between two steps (allocated). Peak of a "
-    "step: the most that was in use while it ran."
-)
+_IN_WORDS = {
+    "whole device": "all that is on it, as nvidia-smi shows it",
+    "other programs": "processes on the device that are not the recorded one",
+    "held by PyTorch": "what its allocator has taken from the device (reserved)",
+    "tensors": "what is in use between two steps (allocated)",
+    "peak of a step": "the most that was in use while it ran",
+}
+
+
+def curves_in_words(charts: Sequence[Chart]) -> str:
+    """What the curves that are drawn mean."""
+    drawn = {line["name"] for chart in charts for line in chart.data}
+    said = [f"{n.capitalize()}: {words}." for n, words in _IN_WORDS.items() if n in drawn]
+    return " ".join(said).replace("pytorch", "PyTorch")
 
 
 def _name_phases(line: dict[str, Any], phases: Sequence[Phase], clock: Clock) -> None:
@@ -166,9 +175,10 @@ def _limit(total_gib: float) -> dict[str, Any]:
 def _close_up(seen: Evidence) -> tuple[float, float] | None:
     """A vertical range in which the movement of the steady state can be seen; None where the steady
     state is unknown."""
-    shapes = [s for s in (seen.seen, seen.held) if s.kind != "unknown"]
-    if not shapes:
+    readings = steady_readings(seen)
+    held = [readings[name] for name in ("device", "reserved") if name in readings]
+    if not held:
         return None
-    low, high = min(s.low_bytes for s in shapes) / GIB, max(s.high_bytes for s in shapes) / GIB
+    low, high = min(float(c.min()) for c in held) / GIB, max(float(c.max()) for c in held) / GIB
     margin = max((high - low) * 0.15, (_LEAST_CLOSE_GIB - (high - low)) / 2)
     return round(max(0.0, low - margin), 4), round(high + margin, 4)

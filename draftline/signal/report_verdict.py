@@ -17,7 +17,7 @@ from draftline.signal.verdict import DeviceVerdict
 
 GIB = 2**30
 _CAUSE_WORDS = {
-    "healthy": "healthy",
+    "healthy": "nothing is wrong",
     "not_compiled": "the step is not compiled",
     "eager_flex": "flex_attention runs uncompiled",
     "graph_breaks": "the compiled graph breaks",
@@ -41,10 +41,11 @@ def text(value: object) -> str:
     return html.escape(printable(str(value)))
 
 
-def moment(time_s: float) -> str:
-    """A moment in UTC."""
+def moment(time_s: float, run: RunFacts) -> str:
+    """A moment in UTC; as it was written where only a driver's program did, which names no zone."""
+    zoned = run.metrics is not None or run.trace.steps or run.trace.program is not None
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
+        return time.strftime(f"%Y-%m-%d %H:%M:%S{' UTC' * bool(zoned)}", time.gmtime(time_s))
     except (OverflowError, OSError, ValueError):
         return "an unknown moment"
 
@@ -67,7 +68,7 @@ def header(run: RunFacts) -> str:
         times.append(run.metrics.time_s)
     if times:
         first, last = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
-        facts += [moment(first)] if first > 1e8 else []
+        facts += [moment(first, run)] if first > 1e8 else []
         facts.append(f"{span(last - first)} recorded")
     if run.metrics is not None:
         facts.append(f"{run.metrics.step[-1]:,.0f} steps")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftline.errors import ConfigError
+from draftline.signal.evidence import Evidence
 from draftline.signal.trace import Column, Trace
 from draftline.signal.verdict import Verdict, judge
 
@@ -154,6 +155,22 @@ def read_run(paths: Sequence[Path]) -> RunFacts:
         missing=tuple(missing),
         notes=tuple(dict.fromkeys((*notes, *trace.notes))),
     )
+
+
+def steady_readings(seen: Evidence) -> dict[str, Column]:
+    """Bytes in one device's steady state: of the whole `device`, `reserved` by the allocator, and in
+    `tensors`; what is not known is not there."""
+    found = {}
+    samples = seen.samples
+    if samples is not None:
+        inside = np.zeros(len(samples.time_s), bool)
+        for start, stop in seen.windows:
+            inside |= (samples.time_s >= start) & (samples.time_s <= stop)
+        found["device"] = samples.used_bytes[inside]
+    found["reserved"] = seen.level("reserved_bytes")
+    found["tensors"] = seen.level("allocated_bytes")
+    known = {name: column[np.isfinite(column)] for name, column in found.items()}
+    return {name: column for name, column in known.items() if len(column)}
 
 
 def flatten(tree: Mapping[str, Any], *, most: int = 2000) -> dict[str, Any]:
