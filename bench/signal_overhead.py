@@ -78,8 +78,9 @@ def read_cost(times: int) -> list[Row]:
     """Of the allocator's counters, before and after thousands of segments were taken."""
     rows = []
     ballast: list[torch.Tensor] = []
-    for segments in (0, 4000):
-        # More than half a large segment each, so that no two share one.
+    free, _ = torch.cuda.mem_get_info()
+    for segments in (0, min(4000, free // 2 // (12 << 20))):
+        # Of more than 10 MiB each has a segment of its own.
         ballast += [
             torch.empty(12 << 20, dtype=torch.uint8, device="cuda") for _ in range(segments)
         ]
