@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from draftline.errors import ConfigError
 from draftline.signal import sample
 from draftline.signal.foreign import Command, Outlets, new_directory, prepare
 from draftline.signal.observe import Observer
@@ -146,10 +147,11 @@ def watch_command(
     The view is drawn below the command's own output where `out` (standard error if None) is a
     terminal, and comes as lines otherwise. `trace` and `logs` choose how PyTorch tells of its compiles
     (see `foreign.prepare`): the trace also has their seconds and leaves standard error alone, the logs
-    do not. Only for the main thread. Raises ConfigError where the command cannot be started.
+    do not. Only for the main thread. Raises ConfigError where the command cannot be started or the directory cannot be made.
     """
     directory, stream = directory or new_directory(), out or sys.stderr
     logging.getLogger(sample.__name__).addFilter(_is_news)
+    _make(directory)
     environ, outlets = prepare(os.environ, directory, logs=logs, trace=trace)
     with Command(argv, environ) as command:
         try:
@@ -164,6 +166,17 @@ def watch_command(
         while (code := command.wait(60.0)) is None:
             continue
         return code
+
+
+def _make(directory: Path) -> None:
+    """The directory, before the program starts: PyTorch makes none for its log."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the recording's directory {directory} cannot be made: {error.strerror or error}; give "
+            "another one"
+        ) from None
 
 
 def _watched(

@@ -1,7 +1,7 @@
 import json
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftline.signal.torch_trace import TorchTrace
@@ -124,6 +124,7 @@ JSON = st.recursive(
 NAMES = ("str", "dynamo_start", "artifact", "compilation_metrics", "bwd_compilation_metrics")
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), JSON, JSON)), st.text(max_size=40))
 def test_any_content_is_read_without_complaint(
     records: list[tuple[str, object, object]], tail: str
