@@ -38,8 +38,8 @@ def causes_of(run: RunFacts) -> dict[str, dict[str, Any]]:
         "config": flatten(run.config),
         "choice": {str(c.get("what")): c.get("got") for c in run.choices},
     }
-    if "variables" in run.environment and not sections["variable"]:
-        # Recorded, and none was set.
+    if isinstance(run.environment.get("variables"), Mapping):
+        # Recorded, even if none was set.
         return {k: v for k, v in sections.items() if v or k == "variable"}
     return {name: facts for name, facts in sections.items() if facts}
 

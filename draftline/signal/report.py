@@ -188,7 +188,8 @@ def _footer(run: RunFacts, clock: Clock, charts: bool) -> str:
     if charts:
         zero = moment(clock.start_s, run) if clock.dated else "the first reading"
         said.append(
-            f"Charts: drag to zoom, all of them follow; double-click to go back. Time 0 is {zero}. "
+            "On a wide screen drag over a chart to zoom, all of them follow; double-click to go back. "
+            f"Time 0 is {zero}. "
             f"Curves have at most {MOST_POINTS:,} points and keep the lowest and highest of every "
             "stretch. A line is broken where nothing was recorded."
         )

@@ -137,6 +137,15 @@ def test_variables_that_nobody_set_were_recorded_all_the_same(tmp_path: Path) ->
     finding = next(f for f in found.findings if f.what == "OMP_NUM_THREADS")
     assert (finding.a, finding.b) == ("8", "not set")
 
+    def unseen(row: Row) -> Row:
+        if row["kind"] == "start":
+            row["facts"]["variables"] = None
+        return row
+
+    found = compare(write_run(tmp_path / "c"), write_run(tmp_path / "d", signal=unseen))
+    assert found.findings == ()
+    assert found.missing == ("B does not tell its environment variables",)
+
 
 def test_devices_are_paired_by_order(tmp_path: Path) -> None:
     def moved(row: Row) -> Row:
