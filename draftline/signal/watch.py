@@ -147,7 +147,8 @@ def watch_command(
     The view is drawn below the command's own output where `out` (standard error if None) is a
     terminal, and comes as lines otherwise. `trace` and `logs` choose how PyTorch tells of its compiles
     (see `foreign.prepare`): the trace also has their seconds and leaves standard error alone, the logs
-    do not. Only for the main thread. Raises ConfigError where the command cannot be started or the directory cannot be made.
+    do not. Only for the main thread. Raises ConfigError where the command cannot be started or the
+    directory cannot be made.
     """
     directory, stream = directory or new_directory(), out or sys.stderr
     logging.getLogger(sample.__name__).addFilter(_is_news)
