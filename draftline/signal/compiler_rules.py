@@ -55,7 +55,7 @@ def compile_storm(seen: Evidence) -> Cause | None:
     number, steps_hit = compiled
     spent = seen.grown("compile_s")
     share = spent / seen.seconds if spent is not None and seen.seconds else None
-    if number < 5 or not ((share or 0) >= _STORM_SHARE or steps_hit >= 0.5 * seen.count):
+    if number < 5 or steps_hit < _STORM_SHARE * seen.count:
         return None
     took = "" if share is None else f", {100 * min(share, 1):.0f} % of the time"
     why = first_text(seen.events("recompile", steady=False))
@@ -133,16 +133,14 @@ _COMPILE = (
 
 
 def no_graph_capture(seen: Evidence) -> Cause | None:
-    skips = (seen.total("capture_skips") or 0) + len(seen.events("capture_skip", steady=False))
+    refused = seen.events("capture_skip", steady=False)
+    skips = max(seen.total("capture_skips") or 0, len(refused))
     replays, calls = seen.grown("graph_replays"), seen.gained("allocator_calls")
     expected = "captured" in seen.program.expects
-    again = seen.grown("captures") or 0
     reason = ""
     if skips:
         reason = f"PyTorch refused a CUDA graph {int(skips)} time(s)"
-        reason += because(first_text(seen.events("capture_skip", steady=False)))
-    elif again >= 2:
-        reason = f"graphs were captured again {int(again)} times in {seen.count} steps"
+        reason += because(first_text(refused))
     elif expected and replays is not None and replays < seen.count / 2:
         reason = (
             f"{int(replays)} graph replays in {seen.count} steps of a program that expects them"

@@ -8,15 +8,25 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.phases import PAUSES, Phase, find_phases, steady_windows
+from draftline.signal.phases import (
+    PAUSES,
+    SETTLING_STEPS,
+    Phase,
+    find_phases,
+    steady_windows,
+)
 from draftline.signal.shape import MIB, Shape, find_shape
 from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
 
 # The allocator's own figures are exact: what moves by less is one small segment.
 ALLOCATOR_TOLERANCE_BYTES = 2 * MIB
-# A step this much longer than the usual one had something else in it: an unmarked pause.
-_PAUSE_TIMES = 8.0
-_PAUSE_S = 0.25
+# A step this much longer than the usual one had something else in it: an unmarked pause, if there are
+# few of them and they come regularly. A single one must be longer.
+_PAUSE_TIMES = 3.0
+_PAUSE_S = 0.05
+_PAUSE_SHARE = 0.05
+_LULL_TIMES = 8.0
+_LULL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,36 @@ class Evidence:
 
     @cached_property
     def windows(self) -> list[tuple[float, float]]:
-        return steady_windows(self.phases, self.steps)
+        """The stretches of the steady state: of the run phases, between unmarked pauses."""
+        found = steady_windows(self.phases, self.steps)
+        if self.steps is None:
+            return found
+        times = self.steps.time_s
+        for index in np.flatnonzero(self.breaks).tolist():
+            after = float(times[min(index + SETTLING_STEPS, len(times) - 1)])
+            before = float(times[index - 1])
+            found = [
+                part
+                for start, stop in found
+                for part in (
+                    [(start, before), (after, stop)] if start < before < stop else [(start, stop)]
+                )
+                if part[1] > part[0]
+            ]
+        return found
 
     @property
     def program(self) -> Program:
         return self.trace.program or Program()
+
+    @cached_property
+    def sampled_windows(self) -> list[tuple[float, float]]:
+        """The steady state for samples: one period less at each end, since a driver's reading and its
+        time are not of the same moment."""
+        if self.samples is None or len(self.samples.time_s) < 3 or self.steps is None:
+            return self.windows
+        period = float(np.median(np.diff(self.samples.time_s)))
+        return [(a + period, b - period) for a, b in self.windows if b - a > 2 * period]
 
     @cached_property
     def seconds(self) -> float:
@@ -56,23 +91,28 @@ class Evidence:
         for start, stop in self.windows:
             held = (times >= start) & (times <= stop)
             found[1:] |= held[1:] & held[:-1]
-        return found & ~self.breaks
+        return found
 
     @cached_property
     def breaks(self) -> npt.NDArray[np.bool_]:
-        """Which steps [n] came after an unmarked pause: far longer than the usual step, without a
-        compile, and with another number of allocator calls where that is known."""
+        """Which steps [n] had an unmarked pause in them: much longer than the usual step without a
+        compile or a retry, rare, and at about equal distances."""
         steps = self.steps
         if steps is None or len(steps.time_s) < 3:
             return np.zeros(0 if steps is None else len(steps.time_s), bool)
-        length = np.diff(steps.time_s, prepend=np.nan)
-        usual = float(np.nanmedian(length))
-        long = np.nan_to_num(length, nan=0.0) > max(_PAUSE_TIMES * usual, _PAUSE_S)
+        length = np.nan_to_num(np.diff(steps.time_s, prepend=np.nan), nan=0.0)
+        usual = float(np.median(length[1:]))
+        long = (length > _PAUSE_TIMES * usual) & (length > usual + _PAUSE_S)
         for name in ("compiles", "frames", "recompiles", "retries"):
             column = steps.known(name)
             if column is not None:
                 long[1:] &= ~(np.diff(column) > 0)
-        return long
+        apart = np.diff(np.flatnonzero(long))
+        regular = len(apart) >= 1 and float(np.ptp(apart)) <= 0.5 * float(np.median(apart))
+        if regular and long.sum() <= max(2.0, _PAUSE_SHARE * len(long)):
+            return long
+        found: npt.NDArray[np.bool_] = long & (length > max(_LULL_TIMES * usual, _LULL_S))
+        return found
 
     @property
     def count(self) -> int:
@@ -100,6 +140,14 @@ class Evidence:
         """Growth of a total over the steady state, None where it is unknown."""
         growth = self.gained(name)
         return float(growth.clip(min=0).sum()) if len(growth) else None
+
+    def since_first(self, name: str) -> float | None:
+        """Growth of a total from the first record to the last, None where it is unknown."""
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None:
+            return None
+        known = column[np.isfinite(column)]
+        return float(known[-1] - known[0])
 
     def total(self, name: str) -> float | None:
         """The last known reading of a total, over the whole run."""
@@ -136,7 +184,7 @@ class Evidence:
         """Of the device's memory as the driver sees it."""
         if self.samples is None:
             return Shape("unknown", "the device was not sampled")
-        return find_shape(self.samples.time_s, self.samples.used_bytes, self.windows)
+        return find_shape(self.samples.time_s, self.samples.used_bytes, self.sampled_windows)
 
     @cached_property
     def held(self) -> Shape:
@@ -162,7 +210,7 @@ class Evidence:
             if not rest:
                 return Shape("flat", "no other process is on the device"), "processes"
             total = np.nansum(np.vstack(rest), axis=0)
-            return find_shape(samples.time_s, total, self.windows), "processes"
+            return find_shape(samples.time_s, total, self.sampled_windows), "processes"
         if self.held.kind == "flat" and self.seen.kind != "unknown":
             return self.seen, "remainder"
         return None
@@ -177,9 +225,16 @@ class Evidence:
             for name in PAUSES
             if any(p.name == name for p in marked)
         ]
-        count = int(self.breaks.sum())
-        if not marked and count >= 2 and self.steps is not None:
-            length = np.diff(self.steps.time_s, prepend=np.nan)[self.breaks]
+        if not marked and self.steps is not None:
+            times = self.steps.time_s
+            running = np.zeros(len(times), bool)
+            for phase in self.phases:
+                if phase.name == "run":
+                    running |= (times > phase.from_s) & (times <= phase.to_s)
+            length = np.diff(times, prepend=np.nan)[self.breaks & running]
+        else:
+            length = np.empty(0)
+        if (count := len(length)) >= 2:
             found.append(f"{count} unmarked breaks of about {np.median(length):.1f} s")
         return found
 

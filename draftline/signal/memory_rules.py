@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from draftline.signal.cause import Cause
@@ -12,14 +14,18 @@ _LEAK_LEAST_BYTES = 4 * MIB
 
 
 def allocator_retries(seen: Evidence) -> Cause | None:
-    retries = seen.grown("retries") or 0
+    """Of the whole run after its first step: where retries happen in the warm-up, the run is near the
+    limit too."""
+    steady = seen.grown("retries") or 0
+    retries = int(max(steady, seen.since_first("retries") or 0))
     if not retries:
         return None
+    when = f"in {seen.count} steps" if steady else "while it warmed up"
     return Cause(
         "allocator_retries",
-        "high",
-        f"{int(retries)} allocations failed in {seen.count} steps and were tried again after the whole "
-        f"cache was given back to the driver (a device-wide stall each). {_limit(seen)}".strip(),
+        "high" if steady else "medium",
+        f"{retries} allocation(s) failed {when} and were tried again after the cache was given back to "
+        f"the driver (a device-wide stall each). {_limit(seen)}".strip(),
         "use less memory (smaller batch or chunk) or free what else is on the device; the step needs "
         "more than is there",
     )
@@ -28,14 +34,23 @@ def allocator_retries(seen: Evidence) -> Cause | None:
 def cache_flush(seen: Evidence) -> Cause | None:
     events = seen.events("cache_flush")
     frees = seen.gained("device_frees")
-    times = int((frees > 0).sum())
-    if len(events) < 2 and times < 3:
+    times = max(int((frees > 0).sum()), len(events))
+    captures = int(seen.grown("captures") or 0)
+    if times < (2 if captures or events else 3):
         return None
+    if captures >= 2:
+        return Cause(
+            "cache_flush",
+            "high",
+            f"CUDA graphs were captured again {captures} times in {seen.count} steps; each capture empties "
+            "the allocator's cache first, and the memory is taken again afterwards.",
+            "capture once before the loop, with inputs copied into fixed buffers, and replay that graph",
+        )
     return Cause(
         "cache_flush",
         "high",
-        f"memory was given back to the driver at {max(times, len(events))} of {seen.count} steps without "
-        "a failed allocation, and taken again afterwards.",
+        f"memory was given back to the driver at {times} of {seen.count} steps without a failed "
+        "allocation, and taken again afterwards.",
         "remove torch.cuda.empty_cache() (or gc with it) from the loop; if it is not called, look for "
         "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF or graphs that are dropped",
     )
@@ -79,34 +94,34 @@ def _leak_in_snapshot(seen: Evidence) -> Cause | None:
 
 
 def unbounded_shapes(seen: Evidence) -> Cause | None:
-    if not _climbs(seen) or not _varies(seen):
+    """What the allocator took more lies in whole free blocks: only larger requests need new ones."""
+    grown = _grown_parts(seen)
+    if grown is None or grown.whole < 0.5 * grown.held:
         return None
-    gained = seen.gained("device_allocations")
-    times = int((gained > 0).sum())
+    times = int((seen.gained("device_allocations") > 0).sum())
+    varies = _variation(seen)
     return Cause(
         "unbounded_shapes",
-        "high" if times >= 3 else "medium",
-        f"steps differ in size ({_variation(seen)}), and at {times or 'some'} of {seen.count} of them the "
-        f"allocator had to take more from the device: {seen.held.words}.",
+        "high" if varies or times >= 5 else "medium",
+        f"steps ask for ever larger tensors{varies}: at {times} of {seen.count} steps the allocator "
+        f"had to take more from the device, {grown.held / MIB:,.0f} MiB in all, and afterwards "
+        f"{grown.whole / MIB:,.0f} MiB of it lie free in whole blocks.",
         "bound the shapes (fixed batches of tokens, or buckets that are all run before the loop), so "
         "that the largest is seen first",
     )
 
 
 def fragmentation(seen: Evidence) -> Cause | None:
-    if not _climbs(seen) or _varies(seen):
-        return None
-    idle = seen.level("inactive_bytes")
-    if len(idle) < 8:
-        return None
-    idle_grew = float(np.median(idle[-len(idle) // 4 :]) - np.median(idle[: len(idle) // 4]))
-    if idle_grew < 0.25 * seen.held.net_bytes:
+    """What the allocator took more lies in split blocks."""
+    grown = _grown_parts(seen)
+    if grown is None or grown.split < 0.5 * grown.held:
         return None
     return Cause(
         "fragmentation",
         "high",
-        f"the allocator holds {seen.held.net_bytes / MIB:,.0f} MiB more while tensors occupy the same: "
-        f"{idle_grew / MIB:,.0f} MiB of it lie in split blocks that no request fits.",
+        f"the allocator holds {grown.held / MIB:,.0f} MiB more while tensors occupy "
+        f"{grown.used / MIB:,.0f} MiB more: {grown.split / MIB:,.0f} MiB lie in the gaps of split blocks, "
+        "which no request fits.",
         "keep long-lived tensors out of the loop (allocate them first), and set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     )
@@ -138,27 +153,40 @@ def other_process(seen: Evidence) -> Cause | None:
     )
 
 
-def _climbs(seen: Evidence) -> bool:
-    """Whether the allocator took more and more from the device while tensors stayed the same."""
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """Bytes by which the allocator grew in the steady state, and where they lie: used by tensors, in
+    gaps of split blocks, in whole free blocks."""
+
+    held: float
+    used: float
+    split: float
+
+    @property
+    def whole(self) -> float:
+        return self.held - self.used - self.split
+
+
+def _grown_parts(seen: Evidence) -> _Grown | None:
+    """The growth of what the allocator holds; None where it did not climb, or where tensors fill it."""
     gained = seen.gained("device_allocations")
-    more = int((gained > 0).sum()) >= 3 if len(gained) else True
-    return more and seen.held.kind in ("staircase", "slope") and seen.floor.kind == "flat"
-
-
-def _varies(seen: Evidence) -> bool:
-    for name in ("tokens", "peak_bytes"):
-        level = seen.level(name)
-        if len(level) >= 8 and float(np.ptp(level)) > 0.05 * max(float(np.median(level)), 1.0):
-            return True
-    return False
+    if seen.held.kind not in ("staircase", "slope") or (gained > 0).sum() < 3:
+        return None
+    parts = [seen.level(f"{name}_bytes") for name in ("reserved", "allocated", "inactive")]
+    if any(len(part) < 8 for part in parts):
+        return None
+    ends = [float(np.median(p[-len(p) // 8 :]) - np.median(p[: len(p) // 8])) for p in parts]
+    grown = _Grown(*ends)
+    return grown if grown.held > 0 and grown.used < 0.5 * grown.held else None
 
 
 def _variation(seen: Evidence) -> str:
-    level = seen.level("tokens")
-    if len(level) and np.ptp(level) > 0:
-        return f"{level.min():,.0f} to {level.max():,.0f} tokens"
-    level = seen.level("peak_bytes")
-    return f"peaks of {level.min() / MIB:,.0f} to {level.max() / MIB:,.0f} MiB"
+    """How much steps differ, in words; empty where that is not recorded."""
+    for name, scale, unit in (("tokens", 1, "tokens"), ("peak_bytes", MIB, "MiB at the peak")):
+        level = seen.level(name)
+        if len(level) >= 8 and float(np.ptp(level)) > 0.05 * float(np.median(level)):
+            return f" ({level.min() / scale:,.0f} to {level.max() / scale:,.0f} {unit})"
+    return ""
 
 
 def _limit(seen: Evidence) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -43,7 +44,8 @@ def find_phases(trace: Trace, samples: Samples | None, steps: Steps | None) -> l
     first, last = min(float(t[0]) for t in ends), max(float(t[-1]) for t in ends)
     marks = [e for e in trace.events if e.kind == "phase"]
     if marks:
-        return _marked([(e.time_s, e.text) for e in marks], first, last)
+        done = last if steps is None or not len(steps.time_s) else float(steps.time_s[-1])
+        return _marked([(e.time_s, e.text) for e in marks], first, last, done)
     if steps is not None and len(steps.time_s) > SETTLING_STEPS:
         return _from_steps(steps, first, last)
     if samples is not None:
@@ -51,15 +53,19 @@ def find_phases(trace: Trace, samples: Samples | None, steps: Steps | None) -> l
     return []
 
 
-def _marked(marks: list[tuple[float, str]], first: float, last: float) -> list[Phase]:
-    found = []
-    if marks[0][0] > first:
+def _marked(marks: list[tuple[float, str]], first: float, last: float, done: float) -> list[Phase]:
+    """`done` is when the last step ended: a program that does not mark its end goes on until then."""
+    found: list[Phase] = []
+    if marks[0][0] > first and marks[0][1] != "load":
         found.append(Phase("load", first, marks[0][0], marked=False))
-    for (start, name), (end, _) in zip(
-        marks, [*marks[1:], (max(last, marks[-1][0]), "")], strict=True
-    ):
+    for (start, name), (end, _) in pairwise([*marks, (max(last, marks[-1][0]), "")]):
+        if found and found[-1].name == name:
+            start = found.pop().from_s
         if end > start:
             found.append(Phase(name, start, end, marked=True))
+    if found and found[-1].name == "run" and found[-1].from_s < done < found[-1].to_s:
+        run = found.pop()
+        found += [replace(run, to_s=done), Phase("end", done, run.to_s, marked=False)]
     return found
 
 
@@ -76,13 +82,17 @@ def _from_steps(steps: Steps, first: float, last: float) -> list[Phase]:
 
 
 def _settled(steps: Steps) -> int:
-    """Index of the step after which some steps in a row neither compiled nor took device memory."""
+    """Index of the step after which no step, or for some steps none, compiled or took device memory."""
     count = len(steps.time_s)
     moving = np.zeros(count, bool)
     for name in ("frames", "compiles", "captures", "device_allocations"):
         column = steps.known(name)
         if column is not None:
             moving[1:] |= np.diff(column) > 0
+    # What moved in the first half only was a long warm-up.
+    last = int(np.flatnonzero(moving)[-1]) if moving.any() else 0
+    if SETTLING_STEPS <= last < count // 2 and count - last >= _PLATEAU_READINGS:
+        return last
     limit = max(SETTLING_STEPS, min(count // 4, 30))
     for index in range(SETTLING_STEPS, limit):
         if not moving[index + 1 : index + 1 + _QUIET_STEPS].any():

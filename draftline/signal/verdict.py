@@ -22,7 +22,7 @@ from draftline.signal.shape import Shape
 from draftline.signal.trace import Trace
 
 COUNTERS_NEEDED = (
-    "record its counters: `from draftline import signal`, then `signal.step()` at the end of each step "
+    "record its counters: `from draftline import signal`, then `signal.mark_step()` after each step "
     "(docs/signal.md), or start it with `draftline watch -- python ...`; then diagnose both files together"
 )
 
@@ -127,11 +127,10 @@ def find_causes(seen: Evidence) -> list[Cause]:
     lost = leak(seen)
     if compiler is not None and compiler.cause in _MOVING:
         return [cause for cause in (compiler, lost) if cause is not None]
-    # Failed allocations flush and refill the cache; kept tensors make the allocator take more.
-    growth = () if lost is not None else (cache_flush, unbounded_shapes, fragmentation)
-    allocator = next(
-        (c for rule in (allocator_retries, *growth) if (c := rule(seen)) is not None), None
-    )
+    # Failed allocations flush and refill the cache, and kept tensors make the allocator take more.
+    growth = () if lost is not None else (unbounded_shapes, fragmentation)
+    rules = (allocator_retries, cache_flush, *growth)
+    allocator = next((c for rule in rules if (c := rule(seen)) is not None), None)
     other = other_process(seen) if allocator is None and lost is None else None
     return [cause for cause in (compiler, allocator, lost, other) if cause is not None]
 
