@@ -11,7 +11,8 @@ from typing import Any
 from draftline.errors import ConfigError
 from draftline.runlog import write_atomic
 from draftline.signal.report_charts import speed_charts, training_charts
-from draftline.signal.report_curves import MOST_POINTS, SIGNS, Chart, Clock, clock_of
+from draftline.signal.report_curves import MOST_POINTS, Chart, Clock, clock_of
+from draftline.signal.report_marks import SIGNS
 from draftline.signal.report_memory import curves_in_words, memory_charts
 from draftline.signal.report_page import GENERATOR, page
 from draftline.signal.report_tables import sections

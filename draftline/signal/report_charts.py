@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from draftline.signal.report_curves import Chart, Clock, curve, said_thinned
-from draftline.signal.run_facts import Metrics, RunFacts
+from draftline.signal.run_facts import RunFacts
+from draftline.signal.run_logs import Metrics
 from draftline.signal.trace import Column, Steps
 
 # An axis is cut where its longest step would squeeze all others: this many times what 98 % stay below.

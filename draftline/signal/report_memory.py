@@ -15,10 +15,9 @@ from draftline.signal.report_curves import (
     Clock,
     curve,
     escape,
-    event_marks,
-    memory_layout,
     said_thinned,
 )
+from draftline.signal.report_marks import event_marks, memory_layout
 from draftline.signal.run_facts import RunFacts, steady_readings
 from draftline.signal.trace import Column
 from draftline.signal.verdict import DeviceVerdict

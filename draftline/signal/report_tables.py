@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftline.signal.report_curves import EVENT_WORDS, Clock
+from draftline.signal.report_curves import Clock
+from draftline.signal.report_marks import EVENT_WORDS
 from draftline.signal.report_memory import device_name
 from draftline.signal.report_verdict import text
 from draftline.signal.run_facts import RunFacts, flatten

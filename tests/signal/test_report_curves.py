@@ -6,9 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftline.signal.phases import Phase
-from draftline.signal.report_curves import Clock, curve, escape, event_marks, memory_layout, thin
-from draftline.signal.trace import Event
+from draftline.signal.report_curves import Clock, curve, escape, thin
 
 CLOCK = Clock(100.0, 60.0, "min", True)
 VALUES = st.lists(st.floats(-1e9, 1e9) | st.just(float("nan")), min_size=1, max_size=400)
@@ -69,23 +67,3 @@ def test_texts_of_a_run_become_plain_labels() -> None:
     assert said.endswith("…")
     assert "<br>" in said
     said.encode()
-
-
-def test_marks_say_how_many_events_there_were() -> None:
-    events = [Event(100.0 + i, "recompile", f"<b>{i}", None, None) for i in range(900)]
-    events.append(Event(100.0, "oom"))
-    many, one = event_marks(events, CLOCK)
-    assert many["name"] == "recompile (900)"
-    assert len(many["x"]) == 300
-    assert many["text"][1] == "&lt;b&gt;3"
-    assert one["name"] == "out of memory"
-    assert one["text"] == ["out of memory"]
-    assert many["marker"]["symbol"] != one["marker"]["symbol"]
-
-
-def test_bands_are_limited_and_named_where_there_is_room() -> None:
-    phases = [Phase("run", 100.0 + 10 * i, 109.0 + 10 * i, True) for i in range(200)]
-    phases.append(Phase("<i>warm", 2100.0, 2600.0, True))
-    layout = memory_layout(phases, CLOCK, (0.0, 42.0))
-    assert len(layout["shapes"]) == 120
-    assert [label["text"] for label in layout["annotations"]] == ["&lt;i&gt;warm"]

@@ -1,0 +1,149 @@
+"""The files that a training leaves in its run directory: configuration, events, metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from draftline.signal.trace import Column
+
+_MOST_EVENTS = 10_000
+_MOST_COLUMNS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A training log's numbers by name, all [n] in order of steps, NaN where one was not written.
+
+    `time_s` is seconds since 1970 where `dated`, else seconds of training.
+    """
+
+    time_s: Column
+    step: Column
+    columns: Mapping[str, Column]
+    dated: bool
+
+    def known(self, name: str) -> Column | None:
+        """The column, or None where it is absent or holds nothing but NaN."""
+        column = self.columns.get(name)
+        return None if column is None or not np.isfinite(column).any() else column
+
+    def usual(self, name: str) -> float | None:
+        """The median over the second half of the run, None where it is unknown."""
+        column = self.known(name)
+        if column is None:
+            return None
+        late = column[len(column) // 2 :]
+        late = late[np.isfinite(late)]
+        return float(np.median(late)) if len(late) else None
+
+
+def read_config(path: Path, missing: list[str], notes: list[str]) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        missing.append(f"no {path.name}")
+        return {}
+    except (OSError, yaml.YAMLError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
+    """The objects of a JSON-lines file; what is none is counted and said."""
+    bad = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError):
+                    value = None
+                if isinstance(value, dict):
+                    yield value
+                else:
+                    bad += 1
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    if bad:
+        notes.append(f"{path.name}: {bad} lines are no JSON objects")
+
+
+def read_events(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+    events: list[Mapping[str, Any]] = []
+    dropped = 0
+    for event in _lines(path, notes):
+        if len(events) < _MOST_EVENTS:
+            events.append(event)
+        else:
+            dropped += 1
+    if dropped:
+        notes.append(f"{path.name}: {dropped} events beyond {_MOST_EVENTS:,} are left out")
+    return tuple(events)
+
+
+def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
+    columns: dict[str, array[float]] = {}
+    count = 0
+    for line in _lines(path, notes):
+        values = {key: _number(value) for key, value in line.items() if _is_number(value)}
+        for key, value in values.items():
+            column = columns.get(key)
+            if column is None:
+                if len(columns) >= _MOST_COLUMNS:
+                    continue
+                column = columns[key] = array("d", [math.nan]) * count
+            column.append(value)
+        count += 1
+        for column in columns.values():
+            if len(column) < count:
+                column.append(math.nan)
+    if not count or "step" not in columns:
+        return None
+    read = {key: np.array(column) for key, column in columns.items()}
+    kept = _newest(read["step"])
+    if len(kept) < count:
+        notes.append(f"{path.name}: {count - len(kept)} lines are of steps that were made again")
+    read = {key: column[kept] for key, column in read.items()}
+    dated = "time_s" in read and bool(np.isfinite(read["time_s"]).all())
+    time_s = read.get("time_s") if dated else read.get("seconds")
+    step = read.pop("step")
+    for name in ("time_s", "seconds", "eta_s"):
+        read.pop(name, None)
+    return Metrics(step if time_s is None else time_s, step, read, dated)
+
+
+def _newest(step: Column) -> npt.NDArray[np.intp]:
+    """Indices of the lines that count: a resumed run makes steps again that it had logged."""
+    counts = np.isfinite(step)
+    later = np.minimum.accumulate(np.where(counts, step, np.inf)[::-1])[::-1]
+    counts[:-1] &= step[:-1] < later[1:]
+    return np.flatnonzero(counts)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: float) -> float:
+    """As a float that a chart can show: NaN for what is not finite."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
