@@ -35,6 +35,10 @@ _LENGTH = re.compile(r"(?:not )?len\((.+)\) [!=]= (\d+)")
 _RANGE = re.compile(r"(?:(\d+) <= )?(\S+)\.size\(\)\[(\d+)\](?: <= (\d+))?")
 _SIZE = re.compile(r"(\S+)\.size\(\)\[(\d+)\] == (\d+)")
 _VALUE = re.compile(r"([\w.\[\]'\"]+) == (.+)")
+_KEY = re.compile(r"(not )?___dict_contains\((.+), (.+)\)")
+_EMPTY = re.compile(r"not ([\w.\[\]'\"]+)")
+_FULL = re.compile(r"([\w.\[\]'\"]+)")
+_IS_NONE = re.compile(r"([\w.\[\]'\"]+) is (not )?None")
 _USED = re.compile(r"# (\S+:\d+) in ")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 _LOCAL = re.compile(r"\bL\['(\w+)'\]")
@@ -94,6 +98,15 @@ def _read(guard: str, used: str | None) -> Failure:
             f"{bounds}{open_end}",
             used=used,
         )
+    if (found := _KEY.fullmatch(guard)) is not None:
+        has = "now has" if found[1] else "no longer has"
+        return Failure(f"`{found[3]}` {has} the key {found[2]}", used=used)
+    if (found := _IS_NONE.fullmatch(guard)) is not None:
+        return Failure(f"`{found[1]}` {'became' if found[2] else 'is no longer'} None", used=used)
+    if (found := _EMPTY.fullmatch(guard)) is not None:
+        return Failure(f"`{found[1]}` is no longer empty or zero", used=used)
+    if (found := _FULL.fullmatch(guard)) is not None:
+        return Failure(f"`{found[1]}` became empty or zero", used=used)
     if (found := _VALUE.fullmatch(guard)) is not None and ".size()" not in guard:
         return Failure(f"value of `{found[1]}`", found[2], used=used)
     return Failure(f"a guard no longer holds: {guard}", used=used)

@@ -15,6 +15,12 @@ REASONS = [
         "value of `k` changed from 'b' to another",
     ),
     ("0/0: G['scale'] == 1.0", "value of `scale` changed from 1.0 to another"),
+    ("0/0: not items", "`items` is no longer empty or zero"),
+    ("0/0: items", "`items` became empty or zero"),
+    ("0/0: L['mask'] is None", "`mask` is no longer None"),
+    ("0/0: mask is not None", "`mask` became None"),
+    ("3/0: ___dict_contains('a', L['d'])", "`d` no longer has the key 'a'"),
+    ("3/0: not ___dict_contains('a', d)", "`d` now has the key 'a'"),
     ("6/0: len(items) == 1", "length of `items` changed from 1 to another"),
     ("7/0: len(table) != 3", "length of `table` changed from 3 to another"),
     (
