@@ -51,18 +51,32 @@ class Chart:
     starts_close: bool = False
 
 
+def extent(run: RunFacts) -> tuple[float, float, bool] | None:
+    """The first and last moment known of the run, and whether they are seconds since 1970."""
+    trace, metrics = run.trace, run.metrics
+    ends = [(float(s.time_s[0]), float(s.time_s[-1])) for s in trace.samples if len(s.time_s)]
+    for steps in trace.steps:
+        if len(steps.time_s):
+            # A step's moment is its end.
+            first_s = np.nan_to_num(steps.wall_ms[0] / 1000)
+            ends.append((float(steps.time_s[0] - first_s), float(steps.time_s[-1])))
+    if ends and trace.events:
+        ends.append((trace.events[0].time_s, trace.events[-1].time_s))
+    dated = any(first > _YEAR_1973_S for first, _ in ends)
+    if metrics is not None and (metrics.dated == dated or not ends):
+        dated = metrics.dated
+        ends.append((float(metrics.time_s[0]), float(metrics.time_s[-1])))
+    if not ends:
+        return None
+    return min(first for first, _ in ends), max(last for _, last in ends), dated
+
+
 def clock_of(run: RunFacts) -> Clock:
     """A clock that starts with the first thing known of the run, in a unit that fits its length."""
-    trace, metrics = run.trace, run.metrics
-    times = [part.time_s for part in trace.samples if len(part.time_s)]
-    times += [part.time_s for part in trace.steps if len(part.time_s)]
-    dated = any(float(t[0]) > _YEAR_1973_S for t in times) or not times
-    if metrics is not None and (metrics.dated == dated or not times):
-        dated = metrics.dated
-        times.append(metrics.time_s)
-    if not times:
-        return Clock(0.0, 1.0, "s", dated)
-    first, last = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
+    known = extent(run)
+    if known is None:
+        return Clock(0.0, 1.0, "s", False)
+    first, last, dated = known
     span = last - first
     unit_s, unit = (1.0, "s") if span < 300 else (60.0, "min") if span < 5 * 3600 else (3600.0, "h")
     return Clock(first, unit_s, unit, dated)

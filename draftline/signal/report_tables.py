@@ -158,7 +158,7 @@ def _environment(run: RunFacts) -> str:
     rows: list[tuple[str, object]] = [
         (key.replace("_", " "), "unknown" if value is None else value)
         for key, value in told.items()
-        if key not in _UNLISTED
+        if key not in _UNLISTED and not (value is None and key.endswith("limit"))
     ]
     for key in ("memory_bytes", "memory_limit_bytes"):
         if isinstance(told.get(key), (int, float)):

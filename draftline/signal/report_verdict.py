@@ -10,7 +10,7 @@ import numpy as np
 
 from draftline.signal.evidence import Evidence, gather
 from draftline.signal.phases import Phase
-from draftline.signal.report_curves import printable
+from draftline.signal.report_curves import extent, printable
 from draftline.signal.report_memory import device_name
 from draftline.signal.run_facts import RunFacts
 from draftline.signal.verdict import DeviceVerdict
@@ -62,13 +62,10 @@ def span(seconds: float) -> str:
 def header(run: RunFacts) -> str:
     """Name, time, length and versions."""
     facts = []
-    times = [part.time_s for part in run.trace.samples if len(part.time_s)]
-    times += [part.time_s for part in run.trace.steps if len(part.time_s)]
-    if run.metrics is not None and (run.metrics.dated or not times):
-        times.append(run.metrics.time_s)
-    if times:
-        first, last = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
-        facts += [moment(first, run)] if first > 1e8 else []
+    known = extent(run)
+    if known is not None:
+        first, last, dated = known
+        facts += [moment(first, run)] if dated else []
         facts.append(f"{span(last - first)} recorded")
     if run.metrics is not None:
         facts.append(f"{run.metrics.step[-1]:,.0f} steps")

@@ -297,6 +297,33 @@ def test_a_long_recording_is_thinned_and_says_so(tmp_path: Path) -> None:
     assert "12,000 readings are drawn with 4,000 points" in page.text
 
 
+def test_time_begins_with_the_first_thing_known(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    steps = [
+        {
+            "kind": "step",
+            "time_s": START_S + second,
+            "device": "cpu",
+            "step": second,
+            "wall_ms": 1000.0,
+        }
+        for second in range(5, 40)
+    ]
+    event = {
+        "kind": "event",
+        "time_s": START_S + 1,
+        "event": "compile",
+        "text": "f",
+        "device": None,
+    }
+    text = "".join(json.dumps(row) + "\n" for row in [event, *steps])
+    (folder / "signal.jsonl").write_text(text)
+    page = report(folder, tmp_path)
+    assert page.figures["figure-1"]["data"][0]["x"][:2] == [4, 5]
+    assert "0.00 compile f" in page.text
+
+
 def test_a_failed_run_says_how_it_failed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     failed = {"time_s": START_S + 99, "event": "failed", "error": "RunError: non-finite loss"}
