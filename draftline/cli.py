@@ -16,6 +16,13 @@ from draftline import __version__
 from draftline.cli_bench import bench_app
 from draftline.cli_options import ConfigFile, Overrides
 from draftline.cli_plan import plan_command
+from draftline.cli_signal import (
+    WatchCommand,
+    diagnose_command,
+    diff_command,
+    report_command,
+    watch_command,
+)
 from draftline.errors import ConfigError, DraftlineError
 
 app = typer.Typer(
@@ -29,6 +36,10 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 
 app.command("plan")(plan_command)
+app.command("diagnose")(diagnose_command)
+app.command("watch", cls=WatchCommand)(watch_command)
+app.command("diff")(diff_command)
+app.command("report")(report_command)
 
 
 def main() -> None:

@@ -34,9 +34,11 @@ ALLOWED: dict[str, set[str]] = {
     "cli_options": set(),
     "cli_plan": _GROUND | _ROOMS | {"train", "cli_options"},
     "cli_bench": _GROUND | _ROOMS | {"train", "cli_options"},
+    "cli_signal": {"errors", "signal", "cli_options"},
     "cli": _GROUND
     | _ROOMS
-    | {"train", "decode", "export", "demo.run", "cli_options", "cli_plan", "cli_bench", ""},
+    | {"train", "decode", "export", "demo.run", ""}
+    | {"cli_options", "cli_plan", "cli_bench", "cli_signal"},
     "__main__": {"cli"},
     "": set(),
 }
@@ -116,6 +118,11 @@ def loads_torch(*modules: str) -> bool:
 
 def test_what_needs_no_torch_does_not_load_it() -> None:
     ground = ("errors", "config", "choices", "runlog", "data.conversations", "demo", "cli")
+    ground += tuple(
+        f"signal.{path.stem}"
+        for path in sorted((PACKAGE / "signal").glob("*.py"))
+        if path.stem not in ("__init__", "transformers_callback")
+    )
     assert not loads_torch(*(f"draftline.{name}" for name in ground))
 
 

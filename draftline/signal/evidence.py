@@ -71,7 +71,7 @@ class Evidence:
     def sampled_windows(self) -> list[tuple[float, float]]:
         """The steady state for samples: one period less at each end, since a driver's reading and its
         time are not of the same moment."""
-        if self.samples is None or len(self.samples.time_s) < 3 or self.steps is None:
+        if self.samples is None or len(self.samples.time_s) < 3:
             return self.windows
         period = float(np.median(np.diff(self.samples.time_s)))
         return [(a + period, b - period) for a, b in self.windows if b - a > 2 * period]

@@ -60,7 +60,7 @@ def find_shape(
     net = float(values[-1] - values[0])
     facts = Shape("unknown", "", low_bytes=low, high_bytes=high, net_bytes=net)
     if high - low <= tolerance:
-        return Shape("flat", f"within {_mib(high - low)} for {_span(times)}")
+        return replace(facts, kind="flat", words=f"within {_mib(high - low)} for {_span(times)}")
     legs = _legs(values, max(tolerance, 0.1 * (high - low)))
     ups, downs = sum(x for x in legs if x > 0), -sum(x for x in legs if x < 0)
     grid = _on_grid(times, values)
@@ -91,7 +91,9 @@ def _rising(times: Column, values: Column, grid: Column, tolerance: float, facts
     if rises <= 1 and rising.sum() <= 0.1 * _GRID:
         words = f"one rise by {_mib(rise)}, otherwise still"
         return replace(facts, kind="flat", words=words, rises=rises)
-    words = f"grew in {rises} rises by {_mib(rise)} in {_span(times)} and gave nothing back"
+    words = (
+        f"grew in {counted(rises, 'rise')} by {_mib(rise)} in {_span(times)} and gave nothing back"
+    )
     return replace(facts, kind="staircase", words=words, rises=rises, bytes_per_s=slope)
 
 
@@ -105,15 +107,15 @@ def _swinging(
     below = float(np.mean(grid < base - tolerance))
     if at_base >= 0.6 and (below <= 0.02 or cycles <= 1):
         words = (
-            f"still at one level for {100 * at_base:.0f} % of {_span(times)}, with {cycles} short "
+            f"still at one level for {100 * at_base:.0f} % of {_span(times)}, with "
+            f"{counted(cycles, 'short excursion')} of up to {_mib(spread)}"
         )
-        words += f"{'excursions' if cycles > 1 else 'excursion'} of up to {_mib(spread)}"
         return replace(facts, kind="flat", words=words, cycles=cycles)
     turns = np.cumsum([0.0, *legs])
     down = [i for i, leg in enumerate(legs) if leg < 0]
     floors = turns[[i + 1 for i in down]]
     tops = turns[down]
-    words = f"{cycles} falls of up to {_mib(max(-x for x in legs))} in {_span(times)}, "
+    words = f"{counted(cycles, 'fall')} of up to {_mib(max(-x for x in legs))} in {_span(times)}, "
     if cycles >= 3 and np.ptp(floors) <= 0.25 * spread and np.ptp(tops) <= 0.25 * spread:
         return replace(
             facts, kind="sawtooth", words=words + "each to about the same floor", cycles=cycles
@@ -194,6 +196,12 @@ def _line(times: Column, values: Column) -> tuple[float, float, float]:
     rest = v - slope * t
     total = float(v @ v)
     return slope, 1.0 - float(rest @ rest) / total if total else 0.0, float(np.abs(rest).max())
+
+
+def counted(number: float, noun: str) -> str:
+    """`1 retry`, `2 retries`."""
+    many = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number:,.0f} {noun if round(number) == 1 else many}"
 
 
 def _mib(size: float) -> str:

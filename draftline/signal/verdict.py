@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,13 +17,20 @@ from draftline.signal.memory_rules import (
     unbounded_shapes,
 )
 from draftline.signal.phases import Phase
-from draftline.signal.shape import Shape
+from draftline.signal.shape import Shape, counted
 from draftline.signal.trace import Trace
 
 COUNTERS_NEEDED = (
     "record its counters: `from draftline import signal`, then `signal.mark_step()` after each step "
     "(docs/signal.md), or start it with `draftline watch -- python ...`; then diagnose both files together"
 )
+
+_LOOKS_LIKE = {
+    "slope": "a leak, ever larger shapes or another process",
+    "staircase": "ever larger shapes, fragmentation, a leak or another process",
+    "sawtooth": "emptied caches, failed allocations, captures, evaluations or another process",
+    "volatile": "changing shapes, emptied caches, failed allocations or another process",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class Verdict:
         where = f"GPU {worst.device}: " if worst.device.isdigit() else f"{worst.device}: "
         if worst.faults:
             return f"{where}{first.cause} ({first.confidence} confidence): {first.evidence}"
+        if first.cause == "unknown":
+            return where + first.evidence
         others = len(self.devices) - 1
         also = (
             f" (and {others} more alike)" if others and self.verdict in ("healthy", "flat") else ""
@@ -138,7 +146,9 @@ def find_causes(seen: Evidence) -> list[Cause]:
 def _shape(seen: Evidence) -> Shape:
     """Of the device where it was sampled, else of what the allocator holds; where tensors themselves
     grow steadily, of these: a leak fills what the allocator holds before the device shows it."""
-    shape = seen.seen if seen.seen.kind != "unknown" else seen.held
+    shape = seen.held
+    if seen.seen.kind != "unknown" or (seen.samples is not None and shape.kind == "unknown"):
+        shape = seen.seen
     if shape.kind in ("flat", "unknown") and seen.held.kind not in ("flat", "unknown"):
         shape = seen.held
     if seen.floor.kind == "slope" and shape.kind in ("flat", "unknown", "staircase", "slope"):
@@ -155,12 +165,17 @@ def _without_fault(seen: Evidence, shape: Shape) -> Cause:
         return Cause("unknown", "low", f"{shape.words}.", f"{needed}; {COUNTERS_NEEDED}")
     counted = seen.known("allocator_calls") or seen.known("reserved_bytes")
     if shape.kind != "flat":
+        moves = "the device's memory moves" if seen.samples else "what the allocator holds moves"
+        rest = (
+            "none of the recorded counters explains it"
+            if counted
+            else f"{_LOOKS_LIKE[shape.kind]} can look like this"
+        )
         return Cause(
             "unknown",
             "low",
-            f"the device's memory {'moves' if seen.samples else 'held moves'}: {shape.words}"
-            + (", and none of the recorded counters explains it." if counted else "."),
-            ("record a memory snapshot of a few steps" if counted else COUNTERS_NEEDED),
+            f"{moves}: {shape.words}; {rest}.",
+            "record a memory snapshot of a few steps" if counted else COUNTERS_NEEDED,
         )
     if not counted:
         return Cause(
@@ -184,18 +199,17 @@ def _without_fault(seen: Evidence, shape: Shape) -> Cause:
 def _quiet(seen: Evidence) -> str:
     """What the counters said of the steady state."""
     parts = []
-    for name, words in (
-        ("allocator_calls", "memory requests a step"),
-        ("compiles", "compiles"),
-        ("retries", "retries"),
-        ("graph_replays", "graph replays a step"),
+    for name, noun, each in (
+        ("allocator_calls", "memory request", " a step"),
+        ("compiles", "compile", ""),
+        ("retries", "retry", ""),
+        ("graph_replays", "graph replay", " a step"),
     ):
         grown = seen.grown(name)
         if grown is None:
             continue
-        value = grown / max(seen.count, 1) if "a step" in words else grown
-        if math.isfinite(value):
-            parts.append(f"{value:,.0f} {words}")
+        value = grown / max(seen.count, 1) if each else grown
+        parts.append(f"{counted(value, noun)}{each}")
     return f"{', '.join(parts)} in {seen.count} steps"
 
 
