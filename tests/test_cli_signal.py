@@ -74,7 +74,7 @@ def test_a_recording_too_short_to_tell_exits_with_4(run: Run, tmp_path: Path) ->
     short.write_text("\n".join([header, *rows]) + "\n")
     code, out, _ = run("diagnose", short)
     assert code == 4
-    assert "only 4 readings" in out
+    assert "only 2 readings in the steady state" in out
 
 
 def test_a_file_of_no_known_kind_is_a_users_fault(run: Run, tmp_path: Path) -> None:
