@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from draftline.signal.view import Line, View, clock, device_line, lines, plain
+from draftline.signal.view import WIDEST_ROW, Line, View, clock, device_line, lines, plain
 
 _EVERY_S = 30.0  # a line in a log although nothing changed
 _LEAST_ROWS, _LEAST_COLUMNS = 15, 40  # of a terminal that a footer fits on
@@ -207,6 +207,13 @@ def _has_bars(out: TextIO) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def row_width(out: TextIO) -> int:
+    """How long a device's line may be on `out`."""
+    if not out.isatty():
+        return WIDEST_ROW
+    return min(WIDEST_ROW, os.get_terminal_size(out.fileno()).columns - 1)
 
 
 def pick_screen(out: TextIO, *, below_program: bool = False) -> Screen:

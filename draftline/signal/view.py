@@ -19,13 +19,13 @@ from draftline.signal.trace import Column, Samples, Steps, Trace
 
 Line = list[tuple[str, str]]
 
+WIDEST_ROW = 119
 WINDOW_S = 300.0  # that the curves show
 _STEPS = 50  # the latest, for the rate
 _GIB = 2.0**30
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
 _GOOD, _BAD, _DIM = "green", "bold red", "dim"
-_WIDEST_ROW = 119
 # A curve that moves by less than this share of its level is drawn in the middle.
 _LEAST_SPAN = 0.02
 
@@ -171,15 +171,21 @@ def device_line(row: DeviceRow, width: int, bars: str = _BARS) -> Line:
 
 
 def lines(
-    view: View, width: int, *, alerts: int = 3, verdict_lines: int = 2, ascii_only: bool = False
+    view: View,
+    width: int,
+    *,
+    row_width: int = WIDEST_ROW,
+    alerts: int = 3,
+    verdict_lines: int = 2,
+    ascii_only: bool = False,
 ) -> list[Line]:
-    """The whole view, each line at most `width` characters, with so many lines for the verdict and of
-    the latest alerts."""
+    """The whole view, each line at most `width` characters and a device's at most `row_width`, with so
+    many lines for the verdict and of the latest alerts."""
     bars = _ASCII_BARS if ascii_only else _BARS
     title = _cut(view.title, width - len(view.state) - 2, ascii_only)
     space = " " * max(2, width - len(title) - len(view.state))
     found: list[Line] = [[(title, "bold"), (space, ""), (view.state, _DIM)]]
-    found += [device_line(row, min(width, _WIDEST_ROW), bars) for row in view.devices]
+    found += [device_line(row, min(width, row_width), bars) for row in view.devices]
     if not view.devices:
         found.append([("memory  ", "bold"), (_cut(view.no_devices, width - 8, ascii_only), _DIM)])
     if view.rate is not None:

@@ -17,7 +17,7 @@ from draftline.signal.foreign import Command, Outlets, new_directory, prepare
 from draftline.signal.observe import Observer
 from draftline.signal.processes import command_line, identify, name_command, variables
 from draftline.signal.run_feed import RunFeed
-from draftline.signal.terminal import Screen, pick_screen
+from draftline.signal.terminal import Screen, pick_screen, row_width
 from draftline.signal.trace import Event, Trace
 from draftline.signal.view import duration
 from draftline.signal.watcher import Feed, Watch
@@ -111,7 +111,7 @@ def follow(
         with pick_screen(out) as screen:
             ended = _until_ended(watch, screen, pause)
     watch.judge(time.time())
-    _say(out, *watch.summary(time.time(), ended))
+    _say(out, *watch.summary(time.time(), ended, row_width(out)))
     return watch.exit_code
 
 
@@ -210,7 +210,8 @@ def _watched(
     watch.take(observer.finish(now_s))
     watch.judge(now_s)
     took = duration(time.monotonic() - began_s)
-    _say(stream, *watch.summary(now_s, f"ended with exit code {code} after {took}"))
+    ended = f"ended with exit code {code} after {took}"
+    _say(stream, *watch.summary(now_s, ended, row_width(stream)))
     if not observer.recordings:
         _say(stream, _UNSEEN)
     _say(stream, _where(observer))

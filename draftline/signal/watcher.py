@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from draftline.signal.alerts import Alerts
 from draftline.signal.trace import Event, Trace
 from draftline.signal.verdict import Verdict, judge
-from draftline.signal.view import View, device_rows, duration, lines, plain, rate
+from draftline.signal.view import WIDEST_ROW, View, device_rows, duration, lines, plain, rate
 
 _JUDGE_S = 2.0
 _JUDGE_SHARE = 0.05  # of the time that judging may take
@@ -138,10 +138,12 @@ class Watch:
                 words.append(f"{count} {name}{'s' if count > 1 else ''}{took}")
         return ", ".join(words) or None
 
-    def summary(self, now_s: float, ended: str) -> list[str]:
-        """The last view in full, with every alert."""
+    def summary(self, now_s: float, ended: str, columns: int = WIDEST_ROW) -> list[str]:
+        """The last view in full, with every alert, for a terminal of so many columns."""
         view = self.view(now_s, ended)
-        shown = [plain(line) for line in lines(view, _WIDE, alerts=0, verdict_lines=1)]
+        shown = [
+            plain(line) for line in lines(view, _WIDE, row_width=columns, alerts=0, verdict_lines=1)
+        ]
         shown[0] = f"{view.title}: {ended}"
         known = sorted(self.alerts.known.values(), key=lambda alert: alert.last_s)
         return shown + [f"  {alert.line}" for alert in known if alert.kind != "verdict"]

@@ -11,7 +11,7 @@ from typing import TextIO
 import numpy as np
 import pytest
 
-from draftline.signal.terminal import FooterScreen, LiveScreen, PlainScreen, pick_screen
+from draftline.signal.terminal import FooterScreen, LiveScreen, PlainScreen, pick_screen, row_width
 from draftline.signal.view import DeviceRow, View
 
 GIB = 2.0**30
@@ -128,6 +128,11 @@ def test_a_log_gets_a_line_each_half_minute_and_what_is_said() -> None:
     assert len(told) == 3
     assert told[0].endswith("watched for 3 s; GPU 0 5.00/141 GiB ?; 10 ms a step; no verdict yet")
     assert told[-1] == "alert [2J"
+
+
+def test_a_devices_line_fits_the_terminal(terminal: Terminal) -> None:
+    assert row_width(terminal.out) == 79
+    assert row_width(io.StringIO()) == 119
 
 
 def test_the_screen_fits_where_it_is_shown(

@@ -51,9 +51,7 @@ def test_an_old_part_and_an_unknown_start_are_not_drawn() -> None:
     assert sparkline(np.arange(1000.0), values, 10).startswith("   ")
 
 
-@given(
-    st.lists(st.floats(0, 2e11) | st.just(float("nan")), max_size=60), st.integers(0, 130)
-)  # fmt: skip
+@given(st.lists(st.floats(0, 2e11) | st.just(float("nan")), max_size=60), st.integers(0, 130))
 def test_any_curve_has_the_width_asked_for(values: list[float], width: int) -> None:
     drawn = sparkline(np.arange(float(len(values))), np.array(values), width)
 
