@@ -21,20 +21,20 @@ STAMP = "1129 20:41:17.649000 26985 torch/_dynamo"
 RECOMPILE = written(
     f"V{STAMP}/guards.py:5396] [0/2] [__recompiles]",
     """\
-Recompiling function step in /tmp/w/storm.py:2
+Recompiling function step in /src/storm.py:2
     triggered by the following guard failure(s):
-    - 0/1: len(seen) == 2                # for s in seen:  # mp/w/storm.py:5 in step
+    - 0/1: len(seen) == 2                # for s in seen:  # rc/storm.py:5 in step
     - User stack trace:
-    -   File "/tmp/w/storm.py", line 5, in step
+    -   File "/src/storm.py", line 5, in step
     -     for s in seen:
-    - 0/0: len(seen) == 1                # for s in seen:  # mp/w/storm.py:5 in step
+    - 0/0: len(seen) == 1                # for s in seen:  # rc/storm.py:5 in step
 """,
 )
 LIMIT = written(
     f"W{STAMP}/convert_frame.py:1994] [0/8]",
     """\
 torch._dynamo hit config.recompile_limit (8)
-   function: 'step' (/tmp/w/storm.py:2)
+   function: 'step' (/src/storm.py:2)
    last reason: 0/7: len(seen) == 8
 To log all recompilation reasons, use TORCH_LOGS="recompiles".
 """,
@@ -42,7 +42,7 @@ To log all recompilation reasons, use TORCH_LOGS="recompiles".
 BREAK = written(
     f"V{STAMP}/symbolic_convert.py:5124] [1/0] [__graph_breaks]",
     """\
-Graph break in user code at /tmp/w/storm.py:13
+Graph break in user code at /src/storm.py:13
 Graph Break Reason: Encountered graph break when attempting to trace CALL: a function call:
 
 Unsupported Tensor.item() call with capture_scalar_outputs=False
@@ -54,7 +54,7 @@ User code traceback:
 SKIPPED = written(
     f"V{STAMP}/symbolic_convert.py:5124] [2/0] [__graph_breaks]",
     """\
-Graph break in user code at /tmp/w/bw.py:16
+Graph break in user code at /src/bw.py:16
 Graph Break Reason: Failed. Skipping the function and falling back to eager. Graph break encountered:
 
 Observed exception
@@ -64,7 +64,7 @@ CANNOT_RESUME = written(
     f"V{STAMP}/convert_frame.py:2395] [2/0] [__graph_breaks]",
     """\
 Graph break: torch.compile cannot properly resume from this graph break.
-  File "/tmp/w/bw.py", line 7, in f
+  File "/src/bw.py", line 7, in f
 """,
 )
 CUDAGRAPH = written(

@@ -17,7 +17,7 @@ def record(frame: int = 0, **fields: object) -> str:
 
 def begin(frame: int = 0) -> list[str]:
     stack = {"stack": [{"line": 3, "name": "loss", "filename": 1}]}
-    return [record(frame, str=["/tmp/w/bw.py", 1]), record(frame, dynamo_start=stack)]
+    return [record(frame, str=["/src/bw.py", 1]), record(frame, dynamo_start=stack)]
 
 
 def metrics(**fields: object) -> str:
@@ -32,7 +32,7 @@ def reasons(*texts: str) -> list[str]:
 
 BREAK = [
     record(artifact={"name": "dynamo_graph_break_reason", "encoding": "string"}),
-    "\tGraph break in user code at /tmp/w/storm.py:13",
+    "\tGraph break in user code at /src/storm.py:13",
     "\tGraph Break Reason: Encountered graph break when attempting to trace CALL: f(x, y):",
     "\t",
     "\tUnsupported Tensor.item() call with capture_scalar_outputs=False",
