@@ -131,9 +131,7 @@ def variables(pid: int, proc: Path = PROC) -> dict[str, str] | None:
         data = (proc / str(pid) / "environ").read_bytes()
     except OSError:
         return None
-    pairs = (
-        item.partition("=") for item in data.decode(errors="replace").split("\0") if "=" in item
-    )
+    pairs = (item.partition("=") for item in os.fsdecode(data).split("\0") if "=" in item)
     return {name: value for name, _, value in pairs}
 
 

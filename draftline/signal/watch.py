@@ -144,7 +144,8 @@ def watch_command(
 ) -> int:
     """Runs a command under observation and returns its exit code, 128 + n where signal n ended it.
 
-    The view is drawn below the command's own output where `out` (standard error if None) is a
+    The command gets the environment that this process was started with, and what PyTorch needs to
+    tell of its compiles. The view is drawn below the command's own output where `out` (standard error if None) is a
     terminal, and comes as lines otherwise. `trace` and `logs` choose how PyTorch tells of its compiles
     (see `foreign.prepare`): the trace also has their seconds and leaves standard error alone, the logs
     do not. Only for the main thread. Raises ConfigError where the command cannot be started or the
@@ -153,7 +154,9 @@ def watch_command(
     directory, stream = directory or new_directory(), out or sys.stderr
     logging.getLogger(sample.__name__).addFilter(_is_news)
     _make(directory)
-    environ, outlets = prepare(os.environ, directory, logs=logs, trace=trace)
+    # Not os.environ: what this process has set for itself since is none of the program's business.
+    before = variables(os.getpid()) or os.environ
+    environ, outlets = prepare(before, directory, logs=logs, trace=trace)
     with Command(argv, environ) as command:
         try:
             observer = Observer(

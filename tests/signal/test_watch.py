@@ -136,12 +136,13 @@ def test_a_process_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def run(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
     """`watch_command` of a Python script in a process of its own, since it takes over signals."""
     call = (
-        "import sys\nfrom pathlib import Path\nfrom draftline.signal.watch import watch_command\n"
-        f"sys.exit(watch_command([sys.executable, '-c', sys.argv[1]], "
-        f"directory=Path(sys.argv[2]), {', '.join(options)}))"
+        "import os, sys\nfrom pathlib import Path\nfrom draftline.signal.watch import watch_command\n"
+        "os.environ['TQDM_DISABLE'] = '1'\n"
+        "command = [sys.executable, '-c', sys.argv[1]]\n"
+        "sys.exit(watch_command(command, directory=Path(sys.argv[2])))"
     )
     return subprocess.run(
         [sys.executable, "-c", call, script, str(tmp_path / "out")],
@@ -174,6 +175,14 @@ def test_a_foreign_program_that_compiles_again_and_again_is_found_out(tmp_path: 
     assert "__recompiles" not in done.stderr  # PyTorch's own words would be the program's output
     told = [json.loads(x) for x in (tmp_path / "out" / "signal.jsonl").read_text().splitlines()]
     assert sum(row.get("event") == "recompile" for row in told) == 3
+
+
+def test_what_the_watcher_sets_for_itself_does_not_reach_the_program(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "import os; print(os.environ.get('TQDM_DISABLE'), len(os.environ['PATH']))"
+    )
+
+    assert done.stdout == f"None {len(os.environ['PATH'])}\n"
 
 
 def test_a_program_that_ends_at_once_has_its_exit_code(tmp_path: Path) -> None:
