@@ -145,10 +145,10 @@ def watch_command(
     """Runs a command under observation and returns its exit code, 128 + n where signal n ended it.
 
     The command gets the environment that this process was started with, and what PyTorch needs to
-    tell of its compiles. The view is drawn below the command's own output where `out` (standard error if None) is a
-    terminal, and comes as lines otherwise. `trace` and `logs` choose how PyTorch tells of its compiles
-    (see `foreign.prepare`): the trace also has their seconds and leaves standard error alone, the logs
-    do not. Only for the main thread. Raises ConfigError where the command cannot be started or the
+    tell of its compiles. The view is drawn below the command's own output where `out` (standard error
+    if None) is a terminal, and comes as lines otherwise. `trace` and `logs` choose how PyTorch tells
+    (see `foreign.prepare`): the trace also has seconds and leaves standard error alone, the logs do
+    not. Only for the main thread. Raises ConfigError where the command cannot be started or the
     directory cannot be made.
     """
     directory, stream = directory or new_directory(), out or sys.stderr
