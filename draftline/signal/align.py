@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from draftline.signal.clock import DAY_S
+from draftline.signal.clock import DAY_S, straighten
 from draftline.signal.rows import DeviceRows, Part, StepRows
 from draftline.signal.trace import Column
 
@@ -132,6 +133,26 @@ def move(part: Part, offset: float) -> None:
     for column in part.times():
         view = np.frombuffer(column, dtype=np.float64)
         view += offset
+
+
+def settle_events(part: Part) -> None:
+    """Moves the events after a fall of the clock as far as the rows after it will be moved."""
+    columns = [(rows.time_s, rows.used_bytes) for rows in part.devices.values()]
+    columns += [(steps.time_s, steps.number) for steps in part.steps.values()]
+    if not part.falls or not columns:
+        return
+    times, values = (np.asarray(c) for c in max(columns, key=lambda column: len(column[0])))
+    known = np.isfinite(times)
+    stepped_s = straighten(times[known], values[known]).stepped_s
+    if len(stepped_s) != len(part.falls):  # rows out of order, of which events are sorted anyway
+        return
+    moved = np.zeros(len(part.events) + 1)
+    for first, shift in zip(part.falls, stepped_s, strict=True):
+        moved[first:] += shift
+    part.events = [
+        replace(event, time_s=event.time_s + float(shift))
+        for event, shift in zip(part.events, moved, strict=False)
+    ]
 
 
 def find_device(steps: StepRows, devices: dict[str, DeviceRows]) -> tuple[str, str | None]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
-from draftline.signal.align import align_clocks, find_device, move, span
+from draftline.signal.align import align_clocks, find_device, move, settle_events, span
 from draftline.signal.rows import AnyRows, DeviceRows, Part, ProcessRows, StepRows
 from draftline.signal.series import finish_samples, finish_steps
-from draftline.signal.trace import Event, Program, Samples, Steps, Trace
+from draftline.signal.trace import Program, Samples, Steps, Trace
 
 Key = TypeVar("Key", bound=Hashable)
 _UNDATED = " without dates"
+_MOST_NAMED = 8  # devices in one note
 
 
 def assemble(parts: Sequence[Part]) -> Trace:
@@ -26,7 +28,9 @@ def assemble(parts: Sequence[Part]) -> Trace:
     notes = [f"{p.source}: {note}" if several else note for p in parts for note in p.notes]
     parts = _of_one_run(parts, notes)
     _name_devices(parts)
-    _drop_means(parts, notes)
+    for part in parts:
+        settle_events(part)
+    _drop_log(parts, notes)
     notes += align_clocks(parts)
     for part in parts:
         if part.clock == "daytime" and (found := span([part])) is not None:
@@ -34,17 +38,21 @@ def assemble(parts: Sequence[Part]) -> Trace:
     devices, kinds = _merge_devices(parts, notes)
     lists = _merge_lists(parts, kinds, devices, notes)
     steps = _merge_steps(parts, devices, notes)
+    by_note: dict[tuple[str, str], list[str]] = {}
     samples: list[Samples] = []
     for name in sorted(devices.keys() | lists.keys()):
         dated = not kinds[name].endswith(_UNDATED)
         one, said = finish_samples(name, devices.get(name), lists.get(name), dated=dated)
         samples += [one] if one is not None else []
-        notes += [f"device {name}: {note}" for note in said]
+        for note in said:
+            by_note.setdefault(("device", note), []).append(name)
     finished: list[Steps] = []
     for name, rows in steps:
         done, said = finish_steps(name, rows)
         finished += [done] if done is not None else []
-        notes += [f"steps on {name}: {note}" for note in said]
+        for note in said:
+            by_note.setdefault(("steps on", note), []).append(name)
+    notes += [f"{what} {_names(names)}: {note}" for (what, note), names in by_note.items()]
     return Trace(
         samples=tuple(samples),
         steps=tuple(finished),
@@ -56,6 +64,11 @@ def assemble(parts: Sequence[Part]) -> Trace:
     )
 
 
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    return shown + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+
+
 def _program(parts: Sequence[Part]) -> Program | None:
     """That of a recording before that of a run's log, which knows less of its steps."""
     known = [p.program for p in parts if p.program is not None]
@@ -63,36 +76,39 @@ def _program(parts: Sequence[Part]) -> Program | None:
 
 
 def _of_one_run(parts: Sequence[Part], notes: list[str]) -> list[Part]:
-    """Without the parts of earlier runs: recordings of two programs that did not run together."""
-    runs = [
-        (found[0], found[1], p)
-        for p in parts
-        if p.program and p.program.pid and (found := span([p])) is not None
-    ]
-    last = max(runs, key=lambda run: run[1], default=None)
-    if last is None:
-        return list(parts)
-    gone = [part for _, end, part in runs if end < last[0]]
+    """Without recordings that ended before the last of the programs, or of a run's starts, began."""
+    runs: list[tuple[float, float, Part]] = []
+    for part in parts:
+        if part.is_log and part.began_s is not None:
+            runs.append((part.began_s, math.inf, part))
+        elif part.program is not None and (found := span([part])) is not None:
+            runs.append((*found, part))
+    last = max(runs, key=lambda run: run[0], default=None)
+    gone = [part for _, end, part in runs if last is not None and end < last[0]]
     for part in gone:
-        notes.append(f"{part.source} is of an earlier run than {last[2].source} and was left out")
+        notes.append(f"{part.source} is of an earlier run than the other files and was left out")
     return [part for part in parts if not any(part is old for old in gone)]
 
 
 def _name_devices(parts: Sequence[Part]) -> None:
     """Calls every device by the driver's index where any of the parts knows it."""
     indices: dict[str, str] = {}
+    ordinals: dict[str, str] = {}
     for part in parts:
         indices |= part.indices
+        ordinals |= part.ordinals
     for part in parts:
+        if part.is_log:  # these name devices as their program does
+            part.steps = _renamed(part.steps, ordinals)
+        part.snapshots = [
+            replace(s, device=ordinals.get(s.device, s.device)) for s in part.snapshots
+        ]
         part.devices = _renamed(part.devices, indices)
         part.processes = _renamed(part.processes, indices)
         part.steps = _renamed(part.steps, indices)
         part.totals = {indices.get(name, name): total for name, total in part.totals.items()}
         part.events = [
-            Event(e.time_s, e.kind, e.text, indices[e.device], e.seconds)
-            if e.device in indices
-            else e
-            for e in part.events
+            replace(e, device=indices[e.device]) if e.device in indices else e for e in part.events
         ]
 
 
@@ -110,21 +126,20 @@ def _join(held: dict[Key, AnyRows], key: Key, rows: AnyRows) -> None:
         own.extend(rows)
 
 
-def _drop_means(parts: Sequence[Part], notes: list[str]) -> None:
-    """Means over several steps go where there are steps; else those of earlier starts of the run."""
-    if any(part.steps and not part.coarse for part in parts):
-        for part in parts:
-            if part.coarse:
-                part.steps = {}
-        return
+def _drop_log(parts: Sequence[Part], notes: list[str]) -> None:
+    """What a run's log says of steps and phases goes where a recording says it; else its steps of
+    earlier starts do."""
+    recorded = [part for part in parts if not part.is_log]
+    has_steps = any(part.steps for part in recorded)
+    has_phases = any(event.kind == "phase" for part in recorded for event in part.events)
     began = max((part.began_s for part in parts if part.began_s is not None), default=-math.inf)
-    for part in parts:
-        for name, rows in list(part.steps.items() if part.coarse else ()):
-            kept = StepRows()
-            for n, time_s in enumerate(rows.time_s):
-                if time_s >= began:
-                    values = {key: column[n] for key, column in rows.values.items()}
-                    kept.add(rows.number[n], time_s, rows.wall_ms[n], values)
+    for part in (part for part in parts if part.is_log):
+        if has_phases:
+            part.events = [event for event in part.events if event.kind != "phase"]
+        if has_steps:
+            part.steps = {}
+        for name, rows in part.steps.items():
+            kept = rows.since(began)
             if len(kept.number) < len(rows.number):
                 notes.append("the run was continued: only the steps since its last start were kept")
             part.steps[name] = kept

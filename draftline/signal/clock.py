@@ -128,22 +128,27 @@ class Straight:
 _MOST_STEPS = 20
 
 
-def straighten(time_s: Column) -> Straight:
-    """Rows in the order in which they happened; finite times [n] in the order of the file.
+def straighten(time_s: Column, values: Column) -> Straight:
+    """Rows in the order in which they happened; finite times and what tells rows apart, [n], in the
+    order of the file.
 
-    A fall of the clock is one of two things. Where the rows after it fill a hole that the rows before
-    left, they were written out of order and are put there; else the clock was set back, and what
-    follows is moved to after what came before.
+    A fall of the clock is one of three things. Where the rows after it stood in the file already, or
+    fill a hole that the rows before left, they were repeated or written out of order and are put
+    there; else the clock was set back, and what follows is moved to after what came before.
     """
     if len(time_s) < 2:
         return Straight(np.arange(len(time_s)), time_s)
-    falls = np.flatnonzero(np.diff(time_s) < 0) + 1
+    falls: list[int] = (np.flatnonzero(np.diff(time_s) < 0) + 1).tolist()
     times, stepped = time_s.copy(), []
     if 0 < len(falls) <= _MOST_STEPS:
         period = median_period(time_s)
         for start, end in zip(falls, [*falls[1:], len(times)], strict=True):
             last = times[:start].max()
-            if times[start] < last and not _fills_hole(times[:start], times[start:end], period):
+            if (
+                times[start] < last
+                and not _repeats(times, values, start, end)
+                and not _fills_hole(times[:start], times[start:end], period)
+            ):
                 shift = last + period - times[start]
                 stepped.append(float(shift))
                 times[start:] += shift
@@ -154,12 +159,25 @@ def straighten(time_s: Column) -> Straight:
     return Straight(order, times[order], tuple(stepped), moved)
 
 
+def _repeats(times: Column, values: Column, start: int, end: int) -> bool:
+    """Whether rows from `start` on, up to the latest time before it, stood in the file already."""
+    order = np.argsort(times[:start], kind="stable")
+    before = times[:start][order]
+    own = times[start:end]
+    own = own[: np.searchsorted(own, before[-1], side="right")]
+    at = np.minimum(np.searchsorted(before, own), start - 1)
+    same = (before[at] == own) & (
+        (values[order][at] == values[start : start + len(own)]) | np.isnan(values[order][at])
+    )
+    return bool(same.mean() > 0.9)
+
+
 def _fills_hole(before: Column, after: Column, period: float) -> bool:
     """Whether rows `after` a fall belong among, or directly in front of, those `before` it."""
     own = after[after <= before.max()]
     low, high = own[0], own[-1]
     inside = before[(before > low) & (before < high)]
-    if len(inside) * 2 >= len(own) and not np.isin(own, before).mean() > 0.9:
+    if len(inside) * 2 >= len(own):
         return False
     lower, upper = before[before <= low], before[before >= high]
     gaps = [low - lower.max()] if len(lower) else []
@@ -182,4 +200,10 @@ def spread(time_s: Column) -> Column:
     usual = median_period(distinct)
     until = np.append(np.minimum(np.diff(distinct), usual), usual)
     place = np.arange(len(time_s)) - np.repeat(first, count)
-    return np.asarray(time_s + place * np.repeat(until / count, count), dtype=np.float64)
+    times = time_s + place * np.repeat(until / count, count)
+    if not (
+        np.diff(times) > 0
+    ).all():  # too many for the precision of a float: order is all there is
+        least = np.arange(len(times)) * 4 * np.spacing(times[-1])
+        times = np.maximum.accumulate(times - least) + least
+    return np.asarray(times, dtype=np.float64)

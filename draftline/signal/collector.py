@@ -15,6 +15,7 @@ from draftline.signal.trace import EVENTS, LEVELS, TOTALS, Event, Program
 LIVE_STEPS, LIVE_SAMPLES, LIVE_EVENTS = 4096, 8192, 1000
 _MOST_EVENTS = 200_000
 _MOST_DEVICES = 256
+_FALL_S = 2.0  # lines are written some tenths of a second out of order
 _EARLIEST_S = 1e8  # 1973: a smaller time counts from something else
 # Columns of a step by the names of our own layout and those of the per-step one.
 _VALUES = {name: name for name in TOTALS + LEVELS} | {
@@ -58,6 +59,7 @@ class Collector:
         self._devices: dict[str, str] = {}  # the driver's index, or uuid, of a program's cuda:N
         self._bad = self._unknown = self._events_lost = 0
         self._runs_before = 0
+        self._latest_s = -math.inf
 
     def read(self, lines: Iterable[str]) -> Part:
         """Everything in `lines`."""
@@ -72,6 +74,7 @@ class Collector:
         if row is None:
             self._bad += 1
             return None
+        self._watch_clock(moment(row.get("time_s", row.get("t"))))
         layout = _layout(row)
         if layout is None:
             self._unknown += 1
@@ -80,6 +83,14 @@ class Collector:
         if self._live:
             self._trim()
         return row
+
+    def _watch_clock(self, time_s: float) -> None:
+        """Marks where the clock may have been set back, since events do not show it by themselves."""
+        if time_s < self._latest_s - _FALL_S:
+            self.part.falls.append(len(self.part.events))
+            self._latest_s = time_s
+        elif time_s > self._latest_s:
+            self._latest_s = time_s
 
     def finished(self) -> Part:
         """The Part so far, with what is to be said of its lines."""
@@ -108,7 +119,7 @@ class Collector:
         self._runs_before += any(len(rows.number) for rows in old.steps.values()) or any(
             len(rows.time_s) for rows in old.devices.values()
         )
-        self.part = Part(old.source, old.kind, program=program, coarse=old.coarse)
+        self.part = Part(old.source, old.kind, program=program, is_log=old.is_log)
         self.part.began_s = time_s if math.isfinite(time_s) else None
 
     def _add_start(self, row: Row) -> bool:
@@ -139,6 +150,7 @@ class Collector:
                 continue
             index, uuid = device(known.get("index")), device(known.get("uuid"))
             own = self._devices[name] = index or uuid or device(name)
+            self.part.ordinals[device(name)] = own
             if index and uuid:
                 self.part.indices[uuid] = index
             total = number(known.get("total_bytes"))
@@ -193,6 +205,7 @@ class Collector:
         return self._event(moment(row.get("time_s")), "phase", words(row.get("phase")))
 
     def _add_run_event(self, row: Row) -> bool:
+        self.part.is_log = True
         time_s = moment(row.get("time_s"))
         if row["event"] == "start":
             facts = {key: value for key, value in row.items() if key not in ("time_s", "event")}
@@ -200,7 +213,7 @@ class Collector:
         return all(self._event(time_s, kind, text) for kind, text in events_of(row))
 
     def _add_metrics(self, row: Row) -> bool:
-        self.part.coarse = True
+        self.part.is_log = True
         step, time_s = number(row.get("step")), moment(row.get("time_s"))
         if math.isnan(step) or math.isnan(time_s):
             return False
@@ -248,4 +261,5 @@ class Collector:
             # Marks of phases say where the run is, however long ago they were made.
             old, kept = part.events[:-LIVE_EVENTS], part.events[-LIVE_EVENTS:]
             marks = [event for event in old if event.kind == "phase"]
+            part.falls = []
             part.events = marks[-LIVE_EVENTS // 2 :] + kept

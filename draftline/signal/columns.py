@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftline.signal.clock import read_stamp
+from draftline.signal.json_row import MOST
 
 Role = Literal[
     "time", "index", "uuid", "bus", "used", "total", "free", "util", "pid", "held", "skip"
@@ -47,6 +48,8 @@ _MOST_NAMES = 1024
 
 def read_header(cells: Sequence[str]) -> list[Role] | None:
     """The role of each column where `cells` are names of nvidia-smi's fields, else None."""
+    if cells[0][:1].isdigit():  # every row of data would go through all that follows
+        return None
     names = [cell.partition("[")[0].strip().lower() for cell in cells]
     if not any(name in _NAMES for name in names) or any(n[:1].isdigit() for n in names):
         return None
@@ -66,7 +69,7 @@ def read_quantity(cell: str) -> tuple[float, str] | None:
     if m is None:
         return None
     value = float(m[1])
-    return (value if 0 <= value < math.inf else math.nan), m[2]
+    return (value if 0 <= value < MOST / MIB else math.nan), m[2]
 
 
 def read_bytes(cell: str) -> float | None:

@@ -28,9 +28,10 @@ class MonitorReader:
         self._bad = 0
         self._clock_s = -math.inf
         self._days = 0.0
-        self._shown: set[tuple[str, int]] = set()
-        self._list_s = math.nan
-        self._list_no = 0
+        # Of the turn that is being listed: who was, the last GPU, and the time of the last row.
+        self._shown: set[tuple[str, str]] = set()
+        self._gpu = -1
+        self._turn_s = math.nan
 
     def read(self, lines: Iterable[str]) -> Part:
         """The rows of all lines; headers come again every so often, and may change."""
@@ -86,22 +87,20 @@ class MonitorReader:
         lists = self.part.listing(device)
         if lists is None or not (pid == "-" or (pid.isdecimal() and len(pid) < 16)):
             return False
-        number = -1 if pid == "-" else int(pid)
         # All GPUs are listed in turn; one that comes again begins the next turn. A second that ends
         # within a turn does not.
-        late = time_s - self._list_s > _TURN_S
-        if (device, number) in self._shown or self._starts_again(device) or late:
+        again = (device, pid) in self._shown or int(device) < self._gpu
+        if again or time_s - self._turn_s > _TURN_S:
             self._shown.clear()
-        self._list_s = time_s
-        if not any(name == device for name, _ in self._shown):
+            self._gpu = -1
+        if int(device) > self._gpu:
             lists.begin(time_s)
-        self._shown.add((device, number))
-        if number >= 0:
-            lists.see(number, used)
+            self._gpu = int(device)
+        self._turn_s = time_s
+        self._shown.add((device, pid))
+        if pid != "-":
+            lists.see(int(pid), used)
         return True
-
-    def _starts_again(self, device: str) -> bool:
-        return any(int(name) > int(device) for name, _ in self._shown)
 
     def _time(self, row: dict[str, str]) -> float | None:
         """Of a row, NaN where the file has none, None where it cannot be read."""

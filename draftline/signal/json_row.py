@@ -11,6 +11,7 @@ from draftline.signal.clock import read_epoch
 
 Row = dict[str, Any]
 
+MOST = 2.0**63  # more nanoseconds or bytes than there are; sums of such stay finite
 _MOST_TEXT = 2000
 _MOST_PID = 2**53
 _CUDA = re.compile(r"cuda:?(\d{1,4})?")
@@ -30,14 +31,14 @@ def parse(line: str) -> Row | None:
 
 
 def number(value: object) -> float:
-    """A finite number that is not negative; NaN for anything else."""
+    """A number that is not negative and that something could count; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
         found = float(value)
     except OverflowError:
         return math.nan
-    return found if 0 <= found < math.inf else math.nan
+    return found if 0 <= found < MOST else math.nan
 
 
 def moment(value: object) -> float:

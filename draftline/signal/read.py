@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +24,9 @@ FORMATS = (
     "or pmon, plain `nvidia-smi` logged in a loop, a PyTorch memory snapshot; also as .gz or .xz"
 )
 RUN_FILES = ("signal.jsonl", "events.jsonl", "metrics.jsonl")
-_HEAD_BYTES = 1 << 18
-_HEAD_LINES = 400
+_HEAD_BYTES = 1 << 16
+_LOOKED_AT, _MOST_LOOKED_AT = 400, 1_000_000  # lines that tell the format
+_BLANK = b"\0 \t\r\n"
 # Others that people give, by how they begin, and what to do with them.
 _OTHERS: tuple[tuple[bytes, str], ...] = (
     (b"BZh", "a bzip2 archive; unpack it first"),
@@ -95,23 +96,22 @@ def _files_of(path: Path) -> list[Path]:
 def _read(path: Path, header: Sequence[Role] | None) -> tuple[Part, Sequence[Role] | None]:
     text = TextFile(path)
     head = text.head(_HEAD_BYTES)
-    if not head.strip(b"\0 \t\r\n"):
-        raise ConfigError(f"{path} is empty; record for a few minutes of steady steps first")
     if snapshot.looks_like(head):
         found, notes = snapshot.read_snapshot(path)
         return Part(path.name, "snapshot", snapshots=found, notes=notes), header
-    words = clean(head.replace(b"\0", b""))
-    kind = _kind_of(words)
+    kind = _kind_of(TextFile(path).lines())
     if kind == "recording":
         part = read_recording(text)
     elif kind == "monitor":
         part = dmon.MonitorReader(path.name).read(text.lines(whole=True))
     elif kind == "table":
-        part = smi_table.TableReader(path.name).read(text, words)
+        part = smi_table.TableReader(path.name).read(text, clean(head.replace(b"\0", b"")))
     elif kind == "query":
         reader = smi.QueryReader(path.name, header)
         part = reader.read(text.lines(whole=True))
         header = reader.header or header
+    elif not head.strip(_BLANK):
+        raise ConfigError(f"{path} is empty; record for a few minutes of steady steps first")
     else:
         raise ConfigError(f"{path} looks like {_describe(head)}; what can be read: {FORMATS}")
     part.notes += text.notes()
@@ -122,17 +122,19 @@ _RECOGNISED: tuple[tuple[str, Callable[[str], bool], int], ...] = (
     # A line of the first three cannot be anything else; a row of numbers can. Of a monitor's lines
     # only headers are told apart.
     ("recording", collector.recognises, 8),
-    ("monitor", dmon.recognises, _HEAD_LINES),
+    ("monitor", dmon.recognises, _LOOKED_AT),
     ("table", smi_table.recognises, 8),
     ("query", smi.recognises, 1),
 )
 
 
-def _kind_of(head: str) -> str | None:
-    """The format that most of the first lines speak for."""
+def _kind_of(lines: Iterable[str]) -> str | None:
+    """The format that most lines speak for, of the first ones and as many more as it takes to find
+    any that is known."""
     votes = dict.fromkeys((kind for kind, _, _ in _RECOGNISED), 0)
-    lines = [line for line in head.replace("\r", "\n").split("\n") if line.strip()]
-    for line in lines[:_HEAD_LINES]:
+    for n, line in enumerate(filter(str.strip, lines)):
+        if n >= _LOOKED_AT and (any(votes.values()) or n >= _MOST_LOOKED_AT):
+            break
         plain = without_colours(line)
         for kind, recognises, weight in _RECOGNISED:
             if recognises(plain):
@@ -150,7 +152,7 @@ def _describe(head: bytes) -> str:
     odd = sum(byte < 9 or 13 < byte < 32 for byte in sample)
     if odd * 20 > len(sample):
         return "binary data"
-    first = clean(head).strip().splitlines()[0][:60]
+    first = next(iter(clean(head).strip().splitlines()), "")[:60]
     if first[:1] in "[{":
         return "a JSON document, not one JSON object a line"
     return f"text that begins with {first!r}"

@@ -17,6 +17,7 @@ from draftline.signal.trace import Event, Program, Snapshot
 Clock = Literal["utc", "local", "daytime", "none"]
 # More are no real ones; each costs columns.
 MOST_DEVICES = 256
+_MOST_LISTED = 4096
 
 
 class DeviceRows:
@@ -61,8 +62,12 @@ class ProcessRows:
         self.time_s.append(time_s)
 
     def see(self, pid: int, used_bytes: float) -> None:
-        """A process of the last list; NaN where its memory is not told."""
-        self.list_no.append(len(self.time_s) - 1)
+        """A process of the last list; NaN where its memory is not told. More than so many at once
+        are no real ones."""
+        last = len(self.time_s) - 1
+        if len(self.list_no) >= _MOST_LISTED and self.list_no[-_MOST_LISTED] == last:
+            return
+        self.list_no.append(last)
         self.pid.append(pid)
         self.bytes.append(used_bytes)
 
@@ -116,6 +121,15 @@ class StepRows:
         self.time_s.extend(other.time_s)
         self.wall_ms.extend(other.wall_ms)
 
+    def since(self, time_s: float) -> StepRows:
+        """The rows of `time_s` and later."""
+        kept = StepRows()
+        for n, at_s in enumerate(self.time_s):
+            if at_s >= time_s:
+                values = {name: column[n] for name, column in self.values.items()}
+                kept.add(self.number[n], at_s, self.wall_ms[n], values)
+        return kept
+
     def trim(self, most: int) -> None:
         """Forgets all but the last `most` rows, once there are twice as many."""
         if len(self.number) >= 2 * most:
@@ -126,8 +140,9 @@ class StepRows:
 @dataclass
 class Part:
     """What one file gave, rows as they stand in it. A device is named by the driver's index, or by
-    its uuid or bus id; "" where the file names none. `coarse` steps are means over several. Memory in
-    use means the same in all parts of a `kind`, and need not in others."""
+    its uuid or bus id; "" where the file names none. Memory in use means
+    the same in all parts of a `kind`, and need not in others. `is_log` marks the log of a run, which
+    knows less than a recording: its steps are means over several."""
 
     source: str
     kind: str
@@ -135,15 +150,17 @@ class Part:
     processes: dict[str, ProcessRows] = field(default_factory=dict)
     steps: dict[str, StepRows] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    falls: list[int] = field(default_factory=list)  # events before each fall of the clock
     snapshots: list[Snapshot] = field(default_factory=list)
     program: Program | None = None
     began_s: float | None = None
     clock: Clock = "utc"
     indices: dict[str, str] = field(default_factory=dict)  # of a uuid or bus id
+    ordinals: dict[str, str] = field(default_factory=dict)  # device of the N of a program's cuda:N
     totals: dict[str, float] = field(
         default_factory=dict
     )  # bytes of a device, where not in its rows
-    coarse: bool = False
+    is_log: bool = False
     notes: list[str] = field(default_factory=list)
 
     def times(self) -> list[array[float]]:
@@ -159,6 +176,7 @@ class Part:
             devices={name: _copied(rows) for name, rows in self.devices.items()},
             processes={name: _copied(lists) for name, lists in self.processes.items()},
             steps={name: _copied(steps) for name, steps in self.steps.items()},
+            events=list(self.events),
         )
 
     def device(self, name: str) -> DeviceRows | None:

@@ -44,7 +44,7 @@ def finish_samples(
     known = np.flatnonzero(np.isfinite(time_s))
     if len(known) < len(time_s):
         notes.append(f"{len(time_s) - len(known)} rows without a time were left out")
-    straight = straighten(time_s[known])
+    straight = straighten(time_s[known], np.asarray(rows.used_bytes)[known])
     picked, times = known[straight.order], straight.time_s
     used, util = np.asarray(rows.used_bytes)[picked], np.asarray(rows.util_pct)[picked]
     new = _new(times, used, util)
@@ -77,10 +77,11 @@ def _lists(
     if not np.isfinite(time_s).any():
         time_s = np.arange(count, dtype=np.float64)
     known = np.flatnonzero(np.isfinite(time_s))
-    straight = straighten(time_s[known])
+    in_all = np.bincount(entry_list, weights=used, minlength=count).astype(np.float64)
+    straight = straighten(time_s[known], in_all[known])
     order = known[straight.order]
 
-    def column(chosen: Column | slice) -> Column:
+    def column(chosen: npt.NDArray[np.bool_]) -> Column:
         sums = np.bincount(entry_list[chosen], weights=used[chosen], minlength=count)
         return np.asarray(sums[order], dtype=np.float64)
 
@@ -90,7 +91,7 @@ def _lists(
     if len(names) > len(heaviest):
         notes.append(f"of {len(names)} processes the {len(heaviest)} with most memory are shown")
     tables: dict[int | None, Column] = {int(names[c]): column(codes == c) for c in heaviest}
-    tables[None] = column(slice(None))
+    tables[None] = in_all[order]
     return spread(straight.time_s), tables
 
 
@@ -142,12 +143,13 @@ def finish_steps(device: str, rows: StepRows) -> tuple[Steps | None, list[str]]:
     known = np.flatnonzero(np.isfinite(time_s))
     if len(known) < len(time_s):
         notes.append(f"{len(time_s) - len(known)} steps without a time were left out")
-    straight = straighten(time_s[known])
-    picked, times = known[straight.order], straight.time_s
+    picked, times, said = _ordered(known, time_s[known], np.asarray(rows.number)[known])
+    notes += said
     number = np.asarray(rows.number)[picked]
     new = np.ones(len(times), dtype=bool)
     new[1:] = (np.diff(times) != 0) | (np.diff(number) != 0)
-    notes += _clock_notes(straight.stepped_s, straight.moved, int((~new).sum()))
+    if not new.all():
+        notes.append(f"{int((~new).sum())} repeated steps were left out")
     picked, times, number = picked[new], times[new], number[new]
     values = {name: np.asarray(column)[picked] for name, column in rows.values.items()}
     start, number = _last_run(number, values, notes)
@@ -160,6 +162,18 @@ def finish_steps(device: str, rows: StepRows) -> tuple[Steps | None, list[str]]:
         since[0] = since[1]
         wall_ms = np.where(np.isfinite(wall_ms), wall_ms, since)
     return Steps(device, number[start:], times, wall_ms, values), notes
+
+
+def _ordered(
+    rows: npt.NDArray[np.intp], time_s: Column, number: Column
+) -> tuple[npt.NDArray[np.intp], Column, list[str]]:
+    """Rows in order and their times. Where numbers rise the order is theirs: threads may end a step
+    later than the next one."""
+    straight = straighten(time_s, number)
+    if straight.moved and (np.diff(number) > 0).all():
+        return rows, np.maximum.accumulate(time_s), []
+    said = _clock_notes(straight.stepped_s, straight.moved, 0)
+    return rows[straight.order], straight.time_s, said
 
 
 def _last_run(number: Column, values: dict[str, Column], notes: list[str]) -> tuple[int, Column]:
