@@ -133,7 +133,7 @@ FLAT = (
 )
 NEARLY = (Bound("reserved_mib", least=0, most=64), Bound("retries", most=0))
 REPLAYED = (*FLAT, Bound("graph_replays", least=20))
-PAUSED = (Bound("pauses", least=2), Bound("retries", most=0), Bound("graphs", most=0))
+PAUSED = (Bound("pauses", least=1), Bound("retries", most=0), Bound("graphs", most=0))
 
 
 def _p(

@@ -150,7 +150,9 @@ def fragmentation(session: Session) -> None:
 def unbounded_shapes(session: Session) -> None:
     compiled = session.values["compiled"]
     training = Training(session, compiled=compiled, flex=False, dynamic=True)
-    low, grow = session.size.length // 8, session.values["grow"]
+    # A compiled model may be compiled for small inputs and again for larger ones (Inductor's scheduler
+    # has such a guard, at 5,242,880 elements in torch 2.11): it warms beyond that.
+    low, grow = session.size.length // (2 if compiled else 8), session.values["grow"]
     # Below the full length, at which a compiled model would be another one.
     full = session.size.length * 7 // 8
 
@@ -187,7 +189,7 @@ MEMORY = (
         "allocator_retries",
         "allocator_retries",
         allocator_retries,
-        (Bound("retries", least=5),),
+        (Bound("retries", least=1),),
         (
             variant(multiple=8, ballast=False),
             variant(multiple=16, ballast=True),
@@ -209,7 +211,8 @@ MEMORY = (
         "leak",
         "leak",
         leak,
-        (Bound("allocated_mib", least=100), Bound("reserved_mib", least=100)),
+        # A small leak fills what the allocator already holds: the device shows nothing for a while.
+        (Bound("allocated_mib", least=100),),
         (
             variant(COMPILED, how="compiled", mib=20),
             variant(CAPTURED, how="captured", mib=90),
@@ -222,8 +225,8 @@ MEMORY = (
         fragmentation,
         (
             Bound("reserved_mib", least=100),
-            Bound("inactive_mib", least=100),
-            Bound("allocated_mib", least=-40, most=40),
+            Bound("inactive_mib", least=500),
+            Bound("allocated_mib", least=-40, most=400),
         ),
         (
             variant(COMPILED, mib=3, blocks=3),

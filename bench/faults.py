@@ -1,12 +1,14 @@
 """Records every fault and every healthy run of the corpus on a small model; see docs/signal.md.
 
     python bench/faults.py --out DIR [--only NAME ...] [--gpus 0,1] [--seconds-per 8] [--deadline S]
+        [--neighbour WORDS]
     python bench/faults.py --out DIR --split
 
 Each recording is DIR/NAME-K/{signal.jsonl,nvidia-smi.csv,label.json}: draftline's counters, a real
 nvidia-smi beside it, and what happened. At the end DIR/split.json and DIR/corpus.tar.xz hold those
-whose program proved its fault; `--split` makes these two alone. One of each fault comes first, so
-that a run that `--deadline` ends is a balanced one. Without --gpus and without a GPU it runs on the CPU.
+whose program proved its fault, without what tells machines apart; `--split` makes these two alone and
+leaves on its side what an earlier split.json in DIR names. One of each fault comes first, so that a
+run that `--deadline` ends is a balanced one. Without --gpus and without a GPU it runs on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fault_corpus import FILES, MAX_BYTES, pack, thin
+from fault_corpus import FILES, MAX_BYTES, pack
 from fault_run import PROGRAMS
 
 from draftline.runlog import provenance
@@ -115,8 +117,6 @@ class Worker:
             except subprocess.TimeoutExpired:
                 why = f"killed after {KILL_S:g} s"
             self.stop()
-        if (self.out / "signal.jsonl").exists():
-            thin(self.out / "signal.jsonl")
         path = self.out / "label.json"
         lost = {"name": self.job.name, "ok": False, "seconds": round(time.monotonic() - began, 1)}
         lost["why"] = why or f"exited with {self.process.returncode}"
@@ -171,8 +171,8 @@ def _facts(gpu: str | None) -> dict[str, Any]:
 class Corpus:
     """Records jobs, one at a time on each GPU, until none is left or the deadline nears."""
 
-    def __init__(self, out: Path, seconds: float, end: float) -> None:
-        self.out, self.seconds, self.end = out, seconds, end
+    def __init__(self, out: Path, seconds: float, end: float, neighbour: str | None = None) -> None:
+        self.out, self.seconds, self.end, self.neighbour = out, seconds, end, neighbour
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self.failed = 0
@@ -202,7 +202,7 @@ class Corpus:
                 worker.stop()
                 shutil.rmtree(worker.out)
             else:
-                label = worker.record() | facts
+                label = worker.record() | facts | {"neighbour": self.neighbour}
                 (worker.out / "label.json").write_text(json.dumps(label, indent=1) + "\n")
                 self._tell(worker, label)
             worker = following
@@ -237,9 +237,10 @@ def main() -> None:
     parser.add_argument("--gpus", help="nvidia-smi's indices with commas between; all of them")
     parser.add_argument("--seconds-per", type=float, default=8.0)
     parser.add_argument("--deadline", type=float, default=3600.0, help="in all; none starts later")
+    parser.add_argument("--neighbour", metavar="WORDS", help="what else is on the GPUs, for labels")
     parser.add_argument("--split", action="store_true", help="only split and pack what DIR holds")
     options = parser.parse_args()
-    corpus = Corpus(options.out, options.seconds_per, began + options.deadline)
+    corpus = Corpus(options.out, options.seconds_per, began + options.deadline, options.neighbour)
     if not options.split:
         jobs = jobs_of(options.only)
         if not jobs:

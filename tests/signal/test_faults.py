@@ -154,31 +154,111 @@ def test_a_split_halves_each_cause_whatever_the_order(causes: dict[str, str]) ->
     assert fault_corpus.split(dict(reversed(found.items()))) == sides
 
 
-def test_a_recording_loses_digits_and_the_machine_s_names(tmp_path: Path) -> None:
-    path = tmp_path / "signal.jsonl"
-    device = "GPU-01234567-89ab-cdef-0123-456789abcdef"
-    line = {"wall_ms": 1.23456, "text": f"at /srv/a/run.py:3 on {device}", "n": [1, None]}
-    path.write_text(json.dumps(line) + '\n{"kind": "st')
+@given(
+    st.dictionaries(st.text("abc", min_size=1), st.sampled_from("xyz"), max_size=20),
+    st.dictionaries(st.text("abc", min_size=1), st.sampled_from("xyz"), max_size=20),
+)
+def test_a_recording_stays_on_its_side_when_others_join(
+    first: dict[str, str], more: dict[str, str]
+) -> None:
+    before = fault_corpus.split({name: {"cause": cause} for name, cause in first.items()})
+    found = {name: {"cause": cause} for name, cause in (more | first).items()}
+    sides = fault_corpus.split(found, before)
+    assert sorted(sides["tuning"] + sides["test"]) == sorted(found)
+    for side, names in before.items():
+        assert set(names) <= set(sides[side])
+    gone = fault_corpus.split({}, before)
+    assert gone == {"tuning": [], "test": []}
+
+
+def recorded(path: Path, *rows: dict[str, Any]) -> str:
+    """What is left of the rows, once as a text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "st')
     fault_corpus.thin(path)
-    first, cut = path.read_text().splitlines()
-    assert json.loads(first)["wall_ms"] == 1.235
-    assert json.loads(first)["n"] == [1, None]
-    assert "/srv" not in first
-    assert "run.py:3" in first
-    assert device not in first
-    assert "GPU-" in first
-    assert cut == '{"kind": "st'
+    left = path.read_text()
+    fault_corpus.thin(path)
+    assert path.read_text() == left  # scrubbing again changes nothing
+    return left
+
+
+def test_a_recording_loses_digits_and_places(tmp_path: Path) -> None:
+    text = "at /srv/a/run.py:3 and /tmp, 3/4 of lib/torch/x.py in /x"
+    row = {"kind": "event", "wall_ms": 1.23456, "text": text, "n": [1, None]}
+    (line,) = recorded(tmp_path / "signal.jsonl", row).splitlines()  # not the one cut off
+    assert json.loads(line) == {
+        "kind": "event",
+        "wall_ms": 1.235,
+        "text": "at run.py:3 and tmp, 3/4 of lib/torch/x.py in x",
+        "n": [1, None],
+    }
+
+
+def test_a_recording_loses_what_tells_machines_apart(tmp_path: Path) -> None:
+    ours, other = (f"GPU-0123456{n}-89ab-cdef-0123-456789abcdef" for n in (7, 8))
+    variables = {
+        "TORCH_COMPILE_DISABLE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": "somewhere",
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_KERNEL_CACHE": "/var/kernels",
+        "TORCH_CUDA_ARCH_LIST": "9.0a",
+        "NVIDIA_VISIBLE_DEVICES": "all",
+        "CUDA_VISIBLE_DEVICES": other,
+    }
+    facts = {"python": "3.12.3", "kernel": "6.1-secret", "container": True, "cpus": 32}
+    facts |= {"gpus": [{"uuid": ours}, {"uuid": other}], "variables": variables}
+    left = recorded(
+        tmp_path / "signal.jsonl",
+        {"kind": "start", "pid": 4711, "facts": facts},
+        {"kind": "facts", "devices": {"cuda:0": {"uuid": other}}, "facts": {"stance": "default"}},
+        {"kind": "device", "processes": {"815": 5, "4711": 6}},
+        {"kind": "device", "processes": {"4711": 6, "99": 7}},
+        {"kind": "device", "processes": None},
+    )
+    start, learned, *devices = map(json.loads, left.splitlines())
+    first, second = (f"GPU-00000000-0000-0000-0000-00000000000{n}" for n in (1, 2))
+    assert start["pid"] == 1
+    assert start["facts"] == {
+        "python": "3.12.3",
+        "gpus": [{"uuid": first}, {"uuid": second}],
+        "variables": {
+            "TORCH_COMPILE_DISABLE": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "CUDA_VISIBLE_DEVICES": second,
+        },
+    }
+    assert learned["devices"] == {"cuda:0": {"uuid": second}}
+    assert [device["processes"] for device in devices] == [{"2": 5, "1": 6}, {"1": 6, "3": 7}, None]
 
 
 def test_an_archive_holds_what_was_proven_and_is_the_same_twice(tmp_path: Path) -> None:
     for name, ok in (("a-0", True), ("a-1", True), ("b-0", False)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "label.json").write_text(json.dumps({"cause": "leak", "ok": ok}))
+        (tmp_path / name / "signal.jsonl").write_text('{"kind": "start", "pid": 77}\n')
         (tmp_path / name / "output.txt").write_text("noise")
     first = fault_corpus.pack(tmp_path).read_bytes()
-    assert fault_corpus.pack(tmp_path).read_bytes() == first
-    with tarfile.open(tmp_path / "corpus.tar.xz") as tar:
-        assert tar.getnames() == ["split.json", "a-0/label.json", "a-1/label.json"]
+    archive = fault_corpus.pack(tmp_path)
+    assert archive.read_bytes() == first
+    with tarfile.open(archive) as tar:
+        names = ["split.json", *(f"a-{k}/{f}.json" for k in (0, 1) for f in ("signal", "label"))]
+        assert [name.replace("jsonl", "json") for name in tar.getnames()] == names
+    assert sorted(fault_corpus.unpack(archive, tmp_path / "again")) == ["a-0", "a-1"]
+    for k in (0, 1):
+        assert '"pid":1}' in (tmp_path / "again" / f"a-{k}" / "signal.jsonl").read_text()
+    assert '"pid":1}' in (tmp_path / "b-0" / "signal.jsonl").read_text()
+
+
+def test_packing_again_leaves_recordings_on_their_side(tmp_path: Path) -> None:
+    for name in ("a-0", "a-1", "a-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "label.json").write_text(json.dumps({"cause": "leak", "ok": True}))
+    sides = fault_corpus.split(fault_corpus.labels(tmp_path))
+    swapped = {"tuning": sides["test"], "test": sides["tuning"]}
+    (tmp_path / "split.json").write_text(json.dumps(swapped))
+    fault_corpus.pack(tmp_path)
+    assert json.loads((tmp_path / "split.json").read_text()) == swapped
 
 
 @pytest.mark.parametrize(
@@ -198,10 +278,11 @@ def test_the_driver_records_a_program_in_its_own_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one whose fault is a variable of the environment."""
-    corpus = faults.Corpus(tmp_path, 0.2, end=float("inf"))
+    corpus = faults.Corpus(tmp_path, 0.2, end=float("inf"), neighbour="constant")
     corpus.run(faults.jobs_of(["not_compiled-0"]), [None])
     label = json.loads((tmp_path / "not_compiled-0" / "label.json").read_text())
     assert (label["ok"], label["device"], label["evidence"]["frames_total"]) == (True, "cpu", 0)
+    assert label["neighbour"] == "constant"
     assert capsys.readouterr().out.startswith("not_compiled-0 ")
     assert {line["kind"] for line in lines(tmp_path / "not_compiled-0")} >= {"start", "step"}
 
