@@ -66,8 +66,9 @@ def peak_over_floor(seen: Evidence) -> str:
     return f"Inside a step {over / 2**30:.2f} GiB come and go{each}."
 
 
-def first_text(events: Sequence[Event]) -> str:
-    return next((event.text for event in events if event.text), "")
+def last_text(events: Sequence[Event]) -> str:
+    """What the last of them says: a later reason knows the earlier ones."""
+    return next((event.text for event in reversed(events) if event.text), "")
 
 
 def because(reason: str) -> str:

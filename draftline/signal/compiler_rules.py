@@ -7,12 +7,14 @@ from draftline.signal.cause import (
     Rule,
     because,
     calls_a_step,
-    first_text,
+    last_text,
     peak_over_floor,
 )
 from draftline.signal.evidence import Evidence
+from draftline.signal.shape import counted
 
 _STORM_SHARE = 0.5
+_TELLING_RECOMPILES = 3
 # More requests a step than this are not left-overs around a replayed graph (reading a metric is one).
 _CAPTURED_CALLS = 20
 
@@ -37,12 +39,12 @@ def recompile_limit(seen: Evidence) -> Cause | None:
     count = seen.total("recompile_limits") or 0
     if not hit and not count:
         return None
-    why = first_text(hit) or first_text(seen.events("recompile", steady=False))
+    why = last_text(hit) or last_text(seen.events("recompile", steady=False))
     return Cause(
         "recompile_limit",
         "high",
-        f"{max(int(count), len(hit))} function(s) reached the recompile limit and have run uncompiled "
-        f"since{because(why)}.",
+        f"{counted(max(int(count), len(hit)), 'function')} reached the recompile limit and ran "
+        f"uncompiled since{because(why)}.",
         "make what changes between calls constant (pad to fixed shapes, pass tensors instead of Python "
         "numbers), and compile with fullgraph=True, which turns the limit into an error",
     )
@@ -58,31 +60,40 @@ def compile_storm(seen: Evidence) -> Cause | None:
     if number < 5 or steps_hit < _STORM_SHARE * seen.count:
         return None
     took = "" if share is None else f", {100 * min(share, 1):.0f} % of the time"
-    why = first_text(seen.events("recompile", steady=False))
+    why = last_text(seen.events("recompile", steady=False))
     return Cause(
         "compile_storm",
         "high",
-        f"{number} compiles in {seen.count} steps after the start, in {steps_hit} of the steps{took}"
-        f"{because(why)}.",
+        f"{counted(number, 'compile')} in {seen.count} steps after the start, in {steps_hit} of the "
+        f"steps{took}{because(why)}.",
         "build compiled functions once, outside the loop, and warm every shape before it; find the "
         "callers with TORCH_LOGS=recompiles",
     )
 
 
 def recompiling(seen: Evidence) -> Cause | None:
-    compiled = _compiles(seen)
-    if compiled is None or compiled[0] == 0:
-        return None
-    number, steps_hit = compiled
-    again = seen.events("recompile")
-    why = first_text(again)
     sealed = "compiled" in seen.program.expects
-    if steps_hit < 2 and number < 2 and not again and not sealed:
-        return None
+    compiled = _compiles(seen)
+    if seen.steps is None:
+        # Seen from outside, without steps: where the start ends is not known, so one or two say little.
+        again = seen.events("recompile", steady=False)
+        if len(again) < _TELLING_RECOMPILES:
+            return None
+        found, sure = f"{counted(len(again), 'recompile')}", False
+    else:
+        again = seen.events("recompile")
+        if compiled is None or compiled[0] == 0:
+            return None
+        number, steps_hit = compiled
+        if steps_hit < 2 and number < 2 and not again and not sealed:
+            return None
+        found = f"{counted(number, 'compile')} in {seen.count} steps after the start"
+        sure = steps_hit >= 2 or bool(again) or sealed
+    why = last_text(again)
     return Cause(
         "recompiling",
-        "high" if steps_hit >= 2 or again or sealed else "medium",
-        f"{number} compile(s) in {seen.count} steps after the start{because(why)}.",
+        "high" if sure else "medium",
+        f"{found}{because(why)}.",
         "make that argument constant or warm all its values before the loop; with "
         "torch.compiler.set_stance('fail_on_recompile') the first one raises"
         + ("" if why else "; TORCH_LOGS=recompiles names the argument"),
@@ -97,8 +108,8 @@ def graph_breaks(seen: Evidence) -> Cause | None:
     return Cause(
         "graph_breaks",
         "high",
-        f"{max(int(count), len(events))} graph break(s): parts of the step run uncompiled"
-        f"{because(first_text(events))}.",
+        f"{counted(max(int(count), len(events)), 'graph break')}: parts of the step run uncompiled"
+        f"{because(last_text(events))}.",
         "compile with fullgraph=True, which raises where the graph breaks; TORCH_LOGS=graph_breaks "
         "names the lines",
     )
@@ -140,7 +151,7 @@ def no_graph_capture(seen: Evidence) -> Cause | None:
     reason = ""
     if skips:
         reason = f"PyTorch refused a CUDA graph {int(skips)} time(s)"
-        reason += because(first_text(refused))
+        reason += because(last_text(refused))
     elif expected and replays is not None and replays < seen.count / 2:
         reason = (
             f"{int(replays)} graph replays in {seen.count} steps of a program that expects them"
@@ -164,7 +175,7 @@ def _compiles(seen: Evidence) -> tuple[int, int] | None:
         gained = seen.gained(name)
         if len(gained):
             return int(gained.clip(min=0).sum()), int((gained > 0).sum())
-    events = seen.events("compile")
+    events = seen.events("compile") or seen.events("recompile")
     return (len(events), len(events)) if events else None
 
 

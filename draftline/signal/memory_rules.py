@@ -8,7 +8,7 @@ import numpy as np
 
 from draftline.signal.cause import Cause
 from draftline.signal.evidence import Evidence
-from draftline.signal.shape import MIB, find_shape
+from draftline.signal.shape import MIB, counted, find_shape
 
 _LEAK_LEAST_BYTES = 4 * MIB
 
@@ -24,7 +24,7 @@ def allocator_retries(seen: Evidence) -> Cause | None:
     return Cause(
         "allocator_retries",
         "high" if steady else "medium",
-        f"{retries} allocation(s) failed {when} and were tried again after the cache was given back to "
+        f"{counted(retries, 'failed allocation')} {when}, tried again after the cache was given back to "
         f"the driver (a device-wide stall each). {_limit(seen)}".strip(),
         "use less memory (smaller batch or chunk) or free what else is on the device; the step needs "
         "more than is there",

@@ -43,7 +43,7 @@ def find_phases(trace: Trace, samples: Samples | None, steps: Steps | None) -> l
         return []
     first, last = min(float(t[0]) for t in ends), max(float(t[-1]) for t in ends)
     marks = [e for e in trace.events if e.kind == "phase"]
-    if marks:
+    if any(mark.text == "run" for mark in marks):
         done = last if steps is None or not len(steps.time_s) else float(steps.time_s[-1])
         return _marked([(e.time_s, e.text) for e in marks], first, last, done)
     if steps is not None and len(steps.time_s) > SETTLING_STEPS:

@@ -55,6 +55,7 @@ EVENTS = (
     "oom",
     "error",
 )
+COMPILE_EVENTS = {"compile", "recompile", "graph_break", "recompile_limit", "eager_flex"}
 PHASES = ("load", "warm", "run", "evaluate", "checkpoint", "end")
 
 
@@ -146,9 +147,11 @@ class Trace:
 
     @property
     def devices(self) -> list[str]:
-        """Every device named, numbers in order first."""
+        """Every device named, numbers in order first; cpu where there are compile events alone."""
         names = {s.device for s in self.samples} | {s.device for s in self.steps}
         names |= {s.device for s in self.snapshots}
+        if not names and any(event.kind in COMPILE_EVENTS for event in self.events):
+            return ["cpu"]
         return sorted(names, key=lambda n: (not n.isdigit(), int(n) if n.isdigit() else 0, n))
 
 

@@ -122,7 +122,8 @@ def judge(trace: Trace) -> Verdict:
 def _judge(seen: Evidence) -> DeviceVerdict:
     shape = _shape(seen)
     causes = find_causes(seen) or [_without_fault(seen, shape)]
-    return DeviceVerdict(seen.device, shape.kind, shape.words, tuple(seen.phases), tuple(causes))
+    words = "no device memory" if seen.device == "cpu" else shape.words
+    return DeviceVerdict(seen.device, shape.kind, words, tuple(seen.phases), tuple(causes))
 
 
 # A finding of these explains whatever else moves; only a leak is still looked for.
@@ -160,6 +161,9 @@ def _shape(seen: Evidence) -> Shape:
 
 
 def _without_fault(seen: Evidence, shape: Shape) -> Cause:
+    if seen.device == "cpu":
+        words = "the program used no GPU: there is no device memory to judge."
+        return Cause("unknown", "high", words, "nothing to do")
     if shape.kind == "unknown":
         needed = "record a longer stretch" if seen.samples or seen.steps else "record its memory"
         return Cause("unknown", "low", f"{shape.words}.", f"{needed}; {COUNTERS_NEEDED}")
