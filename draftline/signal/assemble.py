@@ -40,7 +40,7 @@ def assemble(parts: Sequence[Part]) -> Trace:
     steps = _merge_steps(parts, devices, notes)
     by_note: dict[tuple[str, str], list[str]] = {}
     samples: list[Samples] = []
-    for name in sorted(devices.keys() | lists.keys()):
+    for name in sorted(devices.keys() | lists.keys(), key=_number):
         dated = not kinds[name].endswith(_UNDATED)
         one, said = finish_samples(name, devices.get(name), lists.get(name), dated=dated)
         samples += [one] if one is not None else []
@@ -62,6 +62,10 @@ def assemble(parts: Sequence[Part]) -> Trace:
         sources=tuple(p.source for p in parts),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _number(name: str) -> tuple[bool, int, str]:
+    return not name.isdecimal(), int(name) if name.isdecimal() else 0, name
 
 
 def _names(names: Sequence[str]) -> str:

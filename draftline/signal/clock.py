@@ -28,8 +28,12 @@ _DATED = re.compile(
 )
 # As date(1), ctime(3) and nvidia-smi write it: month and day in either order, the year at an end.
 _WORDED = re.compile(
-    rf"(?:(\d{{1,2}})\s+)?([A-Za-z]{{3}})[a-z]*\s+(?:(\d{{1,2}})\s+)?(?:(\d{{4}})\s+)?{_CLOCK}"
+    rf"(?:(\d{{1,2}})\s+)?(?<![A-Za-z])([A-Za-z]{{3}})[a-z]*\s+(?:(\d{{1,2}})\s+)?(?:(\d{{4}})\s+)?{_CLOCK}"
     r"(?:\s+([AP]M))?(?:\s+([A-Z]{3,5}|[+-]\d\d(?::?\d\d)?))?(?:\s+(\d{4}))?"
+)
+# The form of nvidia-smi's queries, of which there may be millions.
+_QUERIED = re.compile(
+    r"(\d{4}/\d\d/\d\d [01]\d:[0-5]\d|\d{4}/\d\d/\d\d 2[0-3]:[0-5]\d):([0-5]\d\.\d{3})"
 )
 _DAYTIME = re.compile(_CLOCK)
 _EPOCH = re.compile(r"1\d{9}(?:\.\d+)?")
@@ -47,6 +51,8 @@ class Stamp:
 def read_stamp(text: str) -> Stamp | None:
     """The first moment named in `text`, None where there is none."""
     text = text[:_STAMP_WITHIN]  # a search takes the square of the length at worst
+    if (m := _QUERIED.fullmatch(text)) is not None and (start := _minute(m[1])) is not None:
+        return Stamp(start + float(m[2]), False)
     if (m := _EPOCH.fullmatch(text)) is not None:
         return Stamp(float(text), True)
     if (m := _DATED.search(text)) is not None:
@@ -92,6 +98,12 @@ def _stamp(
         return None
     shift = _zone_s(zone)
     return Stamp(start + seconds - (shift or 0.0), shift is not None)
+
+
+@lru_cache(maxsize=64)
+def _minute(text: str) -> float | None:
+    day = _day(int(text[:4]), int(text[5:7]), int(text[8:10]))
+    return None if day is None else day + int(text[11:13]) * 3600 + int(text[14:16]) * 60
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 from draftline.signal.json_row import Row, device, moment, number, parse, process_id, words
@@ -61,13 +60,6 @@ class Collector:
         self._runs_before = 0
         self._latest_s = -math.inf
 
-    def read(self, lines: Iterable[str]) -> Part:
-        """Everything in `lines`."""
-        for line in lines:
-            if line.strip():
-                self.add(line)
-        return self.finished()
-
     def add(self, line: str) -> Row | None:
         """Takes one line in; returns its object, None where it is none."""
         row = parse(line)
@@ -98,9 +90,9 @@ class Collector:
         if self._runs_before:
             found.append(f"{self._runs_before + 1} runs in one file: only the last one was kept")
         if self._bad:
-            found.append(f"{self._bad} lines could not be read")
+            found.append(f"{self._bad} line(s) could not be read")
         if self._unknown:
-            found.append(f"{self._unknown} lines of an unknown kind were left out")
+            found.append(f"{self._unknown} line(s) of an unknown kind were left out")
         if self._relative():
             self.part.clock = "none"
             found.append("times do not count from 1970: nothing else can be laid beside them")

@@ -63,7 +63,7 @@ def has_no_value(cell: str) -> bool:
 
 def read_quantity(cell: str) -> tuple[float, str] | None:
     """The number and unit of a cell, NaN for one that cannot be; None for what is no quantity."""
-    if has_no_value(cell):
+    if not cell[:1].isdigit() and has_no_value(cell):
         return math.nan, ""
     m = _QUANTITY.fullmatch(cell)
     if m is None:
@@ -202,7 +202,13 @@ class Unnamed:
 
     @staticmethod
     def _say(found: Sequence[Role]) -> str:
-        words = {"held": "memory of a process", "used": "memory in use", "total": "memory in all"}
+        words = {
+            "held": "memory of a process",
+            "used": "memory in use",
+            "total": "memory in all",
+            "util": "utilization",
+            "pid": "process",
+        }
         said = [
             f"{n} as {words.get(role, role)}" for n, role in enumerate(found, 1) if role != "skip"
         ]

@@ -57,7 +57,7 @@ class MonitorReader:
         if readings and not any(map(math.isfinite, readings)):
             self.part.notes.append("no column of memory: record with `nvidia-smi dmon -s mu -o DT`")
         if self._bad:
-            self.part.notes.append(f"{self._bad} lines could not be read")
+            self.part.notes.append(f"{self._bad} line(s) could not be read")
         return self.part
 
     def _take(self, line: str) -> bool:

@@ -15,7 +15,12 @@ from draftline.signal.trace import Trace
 
 def read_recording(text: TextFile) -> Part:
     """What a file of JSON lines holds of its last run."""
-    return Collector(text.name).read(text.lines())
+    collector = Collector(text.name)
+    for line in text.lines():
+        if line.strip() and collector.add(line) is None:
+            # Known before the last line is given: a program that is stopped leaves a part of one.
+            text.left_out = text.unended
+    return collector.finished()
 
 
 class RecordingTail:

@@ -180,9 +180,7 @@ def _last_run(number: Column, values: dict[str, Column], notes: list[str]) -> tu
     """The row with which the last run begins, and step numbers that rise within it."""
     restarts = np.flatnonzero(np.diff(number) <= 0) + 1
     if len(restarts) and len(number) < _LEAST_RUN * (len(restarts) + 1):
-        notes.append(
-            "step numbers go back and forth, as of several programs: they were counted anew"
-        )
+        notes.append("step numbers repeat or go back and forth: they were counted anew")
         number, restarts = np.arange(len(number), dtype=np.float64), restarts[:0]
     totals = [column for name, column in values.items() if name in TOTALS]
     resets = np.flatnonzero(_all_fell(totals, len(number))) + 1

@@ -74,7 +74,7 @@ class QueryReader:
         if self._derived:
             self.part.notes.append("memory in use is what the total leaves beside the free memory")
         if self._bad:
-            self.part.notes.append(f"{self._bad} lines could not be read")
+            self.part.notes.append(f"{self._bad} line(s) could not be read")
         return self.part
 
     def _replay(self, roles: Sequence[Role] | None) -> None:
@@ -135,34 +135,31 @@ class QueryReader:
 
     def _put(self, row: dict[Role, float | str], zoned: bool) -> None:
         part = self.part
-
-        def number(role: Role) -> float:
-            value = row.get(role, math.nan)
-            return value if isinstance(value, float) else math.nan
-
-        time_s, index, used = number("time"), number("index"), number("used")
+        numbers: dict[Role, float] = {k: v for k, v in row.items() if isinstance(v, float)}
+        time_s, index = numbers.get("time", math.nan), numbers.get("index", math.nan)
         if "time" in row:
             part.clock = "utc" if zoned else "local"
         if not (math.isnan(index) or index in range(_MOST_INDEX)):
             self._bad += 1
             return
         others = [str(row[role]) for role in ("uuid", "bus") if role in row]
-        name = f"{index:.0f}" if math.isfinite(index) else others[0] if others else ""
-        if math.isfinite(index) and len(part.indices) < 2 * _MOST_INDEX:
+        name = f"{index:.0f}" if index == index else others[0] if others else ""
+        if others and index == index and len(part.indices) < 2 * _MOST_INDEX:
             part.indices.update(dict.fromkeys(others, name))
         if "pid" in row:
-            self._list(name, time_s, number("pid"), number("held"))
+            self._list(name, time_s, numbers.get("pid", math.nan), numbers.get("held", math.nan))
             return
+        used, total = numbers.get("used", math.nan), numbers.get("total", math.nan)
         if "used" not in row and "free" in row:
-            used = max(number("total") - number("free"), 0.0)
+            used = max(total - numbers.get("free", math.nan), 0.0)
             self._derived = True
         rows = part.device(name)
         if rows is None:
             self._bad += 1
             return
-        rows.add(time_s, used, number("util"))
-        if math.isnan(rows.total_bytes):
-            rows.total_bytes = number("total")
+        rows.add(time_s, used, numbers.get("util", math.nan))
+        if total == total:
+            rows.total_bytes = total
 
     def _list(self, name: str, time_s: float, pid: float, held: float) -> None:
         lists = self.part.listing(name)
@@ -211,4 +208,6 @@ def _value(role: Role, kind: str | None, value: float, names: list[str]) -> floa
 
 def _cells(line: str) -> list[str]:
     mark = "," if "," in line else ";" if ";" in line else "\t" if "\t" in line else ","
-    return [cell.strip().strip('"').strip() for cell in line.split(mark, _MOST_CELLS)]
+    if '"' in line:
+        line = line.replace('"', "")
+    return [cell.strip() for cell in line.split(mark, _MOST_CELLS)]

@@ -15,7 +15,7 @@ from draftline.errors import ConfigError
 
 _CHUNK = 1 << 17
 # A longer line is not one of a recording; without a bound, a file without line ends fills memory.
-LONGEST_LINE = 1 << 20
+LONGEST_LINE = 1 << 18
 _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -65,7 +65,8 @@ class TextFile:
         self.path = path
         self.name = path.name
         self.cut = False  # the compressed stream ends early or is damaged
-        self.unended = False  # a last line without its end was left out
+        self.unended = False  # the last line has no end
+        self.left_out = False  # and was not given
         self.overlong = 0
         self._nuls = 0
         self._size = 0
@@ -95,9 +96,9 @@ class TextFile:
             if len(rest) > LONGEST_LINE:
                 self.overlong += 1
                 rest, skipping = b"", True
-        if rest.strip() and whole and not first:
-            self.unended = True
-        elif rest:
+        self.unended = bool(rest.strip())
+        self.left_out = self.unended and whole and not first
+        if rest and not self.left_out:
             yield from _split(rest)
 
     def pieces(self) -> Iterator[str]:
@@ -117,10 +118,10 @@ class TextFile:
             found.append(
                 f"{self._nuls} NUL bytes were left out (a crash or a full disk leaves them)"
             )
-        if self.unended:
+        if self.left_out:
             found.append("the last line is cut off and was left out")
         if self.overlong:
-            found.append(f"{self.overlong} lines of more than {LONGEST_LINE} bytes were left out")
+            found.append(f"{self.overlong} line(s) of more than {LONGEST_LINE} bytes were left out")
         return found
 
     def _plain(self) -> Iterator[bytes]:

@@ -77,7 +77,7 @@ def test_missing_values_and_bad_rows(tmp_path: Path) -> None:
     (samples,) = trace.samples
     assert np.isnan(samples.used_bytes).sum() == 1
     assert len(samples.used_bytes) == 29
-    assert "1 lines could not be read" in trace.notes
+    assert "1 line(s) could not be read" in trace.notes
 
 
 def test_rows_before_the_first_header(tmp_path: Path) -> None:

@@ -21,11 +21,8 @@ from recordings import (
     MIB,
     START_S,
     TRACES,
-    assert_same,
-    assert_sound,
     dmon,
     json_lines,
-    mutated,
     pmon,
     query_csv,
     query_lines,
@@ -34,6 +31,7 @@ from recordings import (
     table,
     write,
 )
+from trace_checks import assert_same, assert_sound, mutated
 
 from draftline.errors import ConfigError
 from draftline.signal.read import read_trace
@@ -129,7 +127,7 @@ def test_given_twice(tmp_path: Path) -> None:
 
 def test_lines_of_a_log_around_it(tmp_path: Path) -> None:
     """Banners, one table, then the query that counts."""
-    noise = "starting\n" + table(0) + "WARNING: something, else\n"
+    noise = "Collecting torch\n" * 20_000 + table(0) + "WARNING: something, else\n"
     trace = read_trace([write(tmp_path / "a", noise.encode() + CORPUS["query"])])
     assert_same(trace, read_trace([write(tmp_path / "b", CORPUS["query"])]))
 
@@ -177,7 +175,7 @@ def test_sources_and_notes_name_the_files(tmp_path: Path) -> None:
     ]
     trace = read_trace(paths)
     assert set(trace.sources) == {str(path) for path in paths}
-    assert f"{paths[0]}: 1 lines could not be read" in trace.notes
+    assert f"{paths[0]}: 1 line(s) could not be read" in trace.notes
 
 
 def read_soundly(path: Path, data: bytes) -> None:

@@ -15,7 +15,6 @@ from recordings import (
     MIB,
     START_S,
     UUIDS,
-    assert_same,
     header,
     query_csv,
     query_lines,
@@ -23,6 +22,7 @@ from recordings import (
     used_mib,
     write,
 )
+from trace_checks import assert_same
 
 from draftline.signal.columns import read_bytes, read_quantity
 from draftline.signal.read import read_trace

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recordings import START_S, mutated, write
+from recordings import START_S, write
+from trace_checks import mutated
 
 from draftline.errors import ConfigError
 from draftline.signal import snapshot as module

@@ -55,7 +55,7 @@ def test_overlong_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(textfile, "LONGEST_LINE", 100)
     text = TextFile(write(tmp_path / "a", "first\n" + "x" * 5000 + "\nlast\n"))
     assert list(text.lines()) == ["first", "last"]
-    assert "1 lines of more than 100 bytes" in text.notes()[0]
+    assert "1 line(s) of more than 100 bytes" in text.notes()[0]
 
 
 def test_cut_archive_gives_what_it_holds(tmp_path: Path) -> None:
