@@ -129,16 +129,17 @@ _RECOGNISED: tuple[tuple[str, Callable[[str], bool], int], ...] = (
 
 
 def _kind_of(lines: Iterable[str]) -> str | None:
-    """The format that most lines speak for, of the first ones and as many more as it takes to find
-    any that is known."""
+    """The format for which most lines speak, of the first that are known and those that follow."""
     votes = dict.fromkeys((kind for kind, _, _ in _RECOGNISED), 0)
+    last = _MOST_LOOKED_AT
     for n, line in enumerate(filter(str.strip, lines)):
-        if n >= _LOOKED_AT and (any(votes.values()) or n >= _MOST_LOOKED_AT):
+        if n >= last:
             break
         plain = without_colours(line)
         for kind, recognises, weight in _RECOGNISED:
             if recognises(plain):
                 votes[kind] += weight
+                last = min(last, n + _LOOKED_AT)
                 break
     best = max(votes, key=lambda kind: votes[kind])
     return best if votes[best] else None
