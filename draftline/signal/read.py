@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ FORMATS = (
     "directory, `nvidia-smi --query-gpu=... --format=csv` or --query-compute-apps, `nvidia-smi dmon` "
     "or pmon, plain `nvidia-smi` logged in a loop, a PyTorch memory snapshot; also as .gz or .xz"
 )
-RUN_FILES = ("signal.jsonl", "events.jsonl", "metrics.jsonl")
+# What is read of a directory. Each rank of a program may have a recording of its own.
+_OF_A_RUN = re.compile(r"(?:signal(?:[-_.].*)?|events|metrics)\.jsonl(?:\.gz|\.xz)?")
 _HEAD_BYTES = 1 << 16
 _LOOKED_AT, _MOST_LOOKED_AT = 400, 1_000_000  # lines that tell the format
 _BLANK = b"\0 \t\r\n"
@@ -81,14 +83,16 @@ def _files_of(path: Path) -> list[Path]:
         is_directory = False
     if not is_directory:
         return [path]
-    names = [name + end for name in RUN_FILES for end in ("", ".gz", ".xz")]
-    found = [path / name for name in names if (path / name).is_file()]
-    # A run that has just begun has its files, but nothing in them.
-    filled = [file for file in found if file.stat().st_size]
+    try:
+        found = [file for file in sorted(path.iterdir()) if _OF_A_RUN.fullmatch(file.name)]
+        # A run that has just begun has its files, but nothing in them.
+        filled = [file for file in found if file.is_file() and file.stat().st_size]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if not filled:
         raise ConfigError(
-            f"{path} is a directory without {', '.join(RUN_FILES)}, or they are empty; name a run "
-            f"directory or a file; what can be read: {FORMATS}"
+            f"{path} is a directory without signal.jsonl, events.jsonl and metrics.jsonl, or they are "
+            f"empty; name a run directory or a file; what can be read: {FORMATS}"
         )
     return filled
 

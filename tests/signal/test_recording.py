@@ -91,8 +91,16 @@ def test_stale_recording_of_an_earlier_start(tmp_path: Path) -> None:
     assert any("signal.jsonl is of an earlier run" in note for note in trace.notes)
 
 
+def test_recordings_of_ranks_in_a_directory(tmp_path: Path) -> None:
+    second = [row | ({"device": "5"} if row.get("device") else {}) for row in recording_rows(pid=9)]
+    write(tmp_path / "signal.jsonl", json_lines(recording_rows()))
+    write(tmp_path / "signal-rank1.jsonl.gz", gzip.compress(json_lines(second).encode()))
+    write(tmp_path / "notes.txt", "nothing of this")
+    assert read_trace([tmp_path]).devices == ["1", "5"]
+
+
 def test_directory_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"without signal.jsonl, events.jsonl, metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"without signal.jsonl, events.jsonl and metrics"):
         read_trace([tmp_path])
 
 
