@@ -164,7 +164,7 @@ def _merge_devices(
         kind = max(by_kind, key=lambda k: (not k.endswith(_UNDATED), *_length(by_kind[k].time_s)))
         merged[name], kinds[name] = by_kind[kind], kind
         if len(by_kind) > 1:
-            notes.append(f"device {name} is in several kinds of file: the {kind} was used")
+            notes.append(f"several files sampled GPU {name}: the longest ({kind}) was used")
     totals = {name: total for part in parts for name, total in part.totals.items()}
     for name, rows in merged.items():
         if math.isnan(rows.total_bytes):

@@ -26,8 +26,8 @@ def eager_flex(seen: Evidence) -> Cause | None:
     return Cause(
         "eager_flex",
         "high",
-        "flex_attention ran without torch.compile: PyTorch said so, and then it builds every score in "
-        f"memory. {peak_over_floor(seen)}".strip(),
+        "PyTorch warned that flex_attention was called without torch.compile; every attention score is "
+        f"then built in memory. {peak_over_floor(seen)}".strip(),
         "compile the function that calls flex_attention (torch.compile(..., fullgraph=True)) and turn "
         "the warning into an error: warnings.filterwarnings('error', message='flex_attention called "
         "without torch.compile')",
@@ -59,13 +59,14 @@ def compile_storm(seen: Evidence) -> Cause | None:
     share = spent / seen.seconds if spent is not None and seen.seconds else None
     if number < 5 or steps_hit < _STORM_SHARE * seen.count:
         return None
-    took = "" if share is None else f", {100 * min(share, 1):.0f} % of the time"
+    took = "" if share is None else f"; compiling took {100 * min(share, 1):.0f} % of the time"
     why = last_text(seen.events("recompile", steady=False))
+    each = "each" if steps_hit >= seen.count else str(steps_hit)
     return Cause(
         "compile_storm",
         "high",
-        f"{counted(number, 'compile')} in {seen.count} steps after the start, in {steps_hit} of the "
-        f"steps{took}{because(why)}.",
+        f"{counted(number, 'compile')} (backward passes included) in {each} of the {seen.count} steps "
+        f"after the start{took}{because(why)}.",
         "build compiled functions once, outside the loop, and warm every shape before it; find the "
         "callers with TORCH_LOGS=recompiles",
     )
@@ -120,18 +121,17 @@ def not_compiled(seen: Evidence) -> Cause | None:
     expected = "compiled" in seen.program.expects
     off = _switched_off(seen)
     nothing = frames == 0 or (frames is None and compiles == 0)
-    if off and (expected or nothing):
-        return Cause(
-            "not_compiled", "high", f"{off}. {calls_a_step(seen)}{peak_over_floor(seen)}", _COMPILE
-        )
-    if not nothing or (frames is None and not expected):
+    if not nothing and not (off and expected):
         return None
+    if frames is None and not expected and not off:
+        return None
+    why = off or "Dynamo compiled nothing in this process"
+    meant = ", though the program expects a compiled step" if expected else ""
     return Cause(
         "not_compiled",
-        "high" if expected else "medium",
-        "Dynamo compiled nothing in this process, so every step ran as separate eager operations"
-        f"{', though the program expects a compiled step' if expected else ''}. "
-        f"{calls_a_step(seen)}{peak_over_floor(seen)}",
+        "high" if expected or off else "medium",
+        f"{why}, so every step ran as separate eager operations{meant}. {calls_a_step(seen)}"
+        f"{peak_over_floor(seen)}".strip(),
         _COMPILE,
     )
 

@@ -15,7 +15,7 @@ from draftline.signal.phases import (
     find_phases,
     steady_windows,
 )
-from draftline.signal.shape import MIB, Shape, find_shape
+from draftline.signal.shape import MIB, Shape, counted, find_shape
 from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
 
 # The allocator's own figures are exact: what moves by less is one small segment.
@@ -38,6 +38,11 @@ class Evidence:
     samples: Samples | None
     steps: Steps | None
     snapshots: tuple[Snapshot, ...]
+
+    @property
+    def of_program(self) -> bool:
+        """Whether the program may use this device: no steps say that it uses others."""
+        return self.steps is not None or not self.trace.steps
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -163,12 +168,13 @@ class Evidence:
         return values[np.isfinite(values)]
 
     def events(self, kind: str, *, steady: bool = True) -> list[Event]:
-        """Events of this device, or of none, in the steady state or in the whole trace."""
+        """Events of this device, and those of none that are its program's, in the steady state or in the
+        whole trace."""
         return [
             event
             for event in self.trace.events
             if event.kind == kind
-            and event.device in (None, self.device)
+            and (event.device == self.device or (event.device is None and self.of_program))
             and (not steady or any(a <= event.time_s <= b for a, b in self.windows))
         ]
 
@@ -197,34 +203,36 @@ class Evidence:
         return self._shape("allocated_bytes")
 
     @cached_property
-    def others(self) -> tuple[Shape, str] | None:
-        """The memory of other processes (or of none of PyTorch's) and how it is known; None where it
-        cannot be told."""
+    def others(self) -> tuple[Shape, int | None] | None:
+        """The memory of the other process that moves most, and its id; where processes are hidden, the
+        device's own while this program's allocator stands still, and None. None where it cannot be told."""
         samples = self.samples
         if samples is None:
             return None
         pids = samples.by_process
         own = self.program.pid
         if pids and own in pids:
-            rest = [column for pid, column in pids.items() if pid != own]
-            if not rest:
-                return Shape("flat", "no other process is on the device"), "processes"
-            total = np.nansum(np.vstack(rest), axis=0)
-            return find_shape(samples.time_s, total, self.sampled_windows), "processes"
+            shapes = [
+                (find_shape(samples.time_s, np.nan_to_num(column), self.sampled_windows), pid)
+                for pid, column in pids.items()
+                if pid != own
+            ]
+            moving = [s for s in shapes if s[0].kind not in ("flat", "unknown") or s[0].cycles]
+            return max(moving, key=lambda s: s[0].range_bytes, default=None)
         if self.held.kind == "flat" and self.seen.kind != "unknown":
-            return self.seen, "remainder"
+            return self.seen, None
         return None
 
     @cached_property
     def pauses(self) -> list[str]:
         """What interrupted the steps, in words; empty where nothing did."""
         marked = [phase for phase in self.phases if phase.name in PAUSES]
-        found = [
-            f"{sum(p.name == name for p in marked)} x {name} of "
-            f"{np.median([p.seconds for p in marked if p.name == name]):.1f} s"
-            for name in PAUSES
-            if any(p.name == name for p in marked)
-        ]
+        found = []
+        for name in PAUSES:
+            lengths = [phase.seconds for phase in marked if phase.name == name]
+            if lengths:
+                noun = "evaluation" if name == "evaluate" else name
+                found.append(f"{counted(len(lengths), noun)} of about {np.median(lengths):.1f} s")
         if not marked and self.steps is not None:
             times = self.steps.time_s
             running = np.zeros(len(times), bool)
@@ -235,7 +243,10 @@ class Evidence:
         else:
             length = np.empty(0)
         if (count := len(length)) >= 2:
-            found.append(f"{count} unmarked breaks of about {np.median(length):.1f} s")
+            found.append(
+                f"{count} regular breaks of about {np.median(length):.1f} s that nobody marked, as "
+                "evaluations or checkpoints make"
+            )
         return found
 
 

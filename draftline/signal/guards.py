@@ -85,6 +85,9 @@ def _read(guard: str, used: str | None) -> Failure:
     if (found := _TYPE.match(guard)) is not None:
         return Failure(f"type of `{found[1]}`", found[2] or "the one compiled for", used=used)
     if (found := _OBJECT.match(guard)) is not None:
+        if found[1].endswith(".__code__"):
+            made = found[1].removesuffix(".__code__")
+            return Failure(f"`{made}` is a new function each time", used=used)
         return Failure(f"`{found[1]}` is another object than the one compiled for", used=used)
     if (found := _LENGTH.match(guard)) is not None:
         return Failure(f"length of `{found[1]}`", found[2], used=used)

@@ -8,7 +8,7 @@ import numpy as np
 
 from draftline.signal.cause import Cause
 from draftline.signal.evidence import Evidence
-from draftline.signal.shape import MIB, counted, find_shape
+from draftline.signal.shape import MIB, find_shape
 
 _LEAK_LEAST_BYTES = 4 * MIB
 
@@ -16,16 +16,17 @@ _LEAK_LEAST_BYTES = 4 * MIB
 def allocator_retries(seen: Evidence) -> Cause | None:
     """Of the whole run after its first step: where retries happen in the warm-up, the run is near the
     limit too."""
-    steady = seen.grown("retries") or 0
-    retries = int(max(steady, seen.since_first("retries") or 0))
-    if not retries:
+    steady = int(seen.grown("retries") or 0)
+    before = int(seen.since_first("retries") or 0) - steady
+    if steady + before <= 0:
         return None
-    when = f"in {seen.count} steps" if steady else "while it warmed up"
+    when = [f"{steady} in {seen.count} steps"] if steady else []
+    when += [f"{before} in the warm-up and pauses"] if before else []
     return Cause(
         "allocator_retries",
         "high" if steady else "medium",
-        f"{counted(retries, 'failed allocation')} {when}, tried again after the cache was given back to "
-        f"the driver (a device-wide stall each). {_limit(seen)}".strip(),
+        f"allocations failed and were tried again after the cache was given back to the driver (a "
+        f"device-wide stall each): {', '.join(when)}. {_limit(seen)}".strip(),
         "use less memory (smaller batch or chunk) or free what else is on the device; the step needs "
         "more than is there",
     )
@@ -42,8 +43,9 @@ def cache_flush(seen: Evidence) -> Cause | None:
         return Cause(
             "cache_flush",
             "high",
-            f"CUDA graphs were captured again {captures} times in {seen.count} steps; each capture empties "
-            "the allocator's cache first, and the memory is taken again afterwards.",
+            f"CUDA graphs were captured again {captures} times in {seen.count} steps; each capture "
+            "empties the allocator's cache first, and the memory is taken again "
+            f"afterwards{_kept(seen, captures)}.",
             "capture once before the loop, with inputs copied into fixed buffers, and replay that graph",
         )
     return Cause(
@@ -56,12 +58,21 @@ def cache_flush(seen: Evidence) -> Cause | None:
     )
 
 
+def _kept(seen: Evidence, captures: int) -> str:
+    kept = seen.floor.net_bytes / captures
+    return f", {kept / MIB:,.0f} MiB of it for good at each capture" if kept > MIB else ""
+
+
 def leak(seen: Evidence) -> Cause | None:
     floor = seen.floor
     level = seen.level("allocated_bytes")
     rising = floor.kind == "slope" or (floor.kind == "staircase" and floor.rises >= 4)
     if not rising or len(level) < 8 or floor.net_bytes < _LEAK_LEAST_BYTES:
         return _leak_in_snapshot(seen)
+    # Where the allocator grows far more, or graphs are captured again and again (each capture keeps
+    # workspaces), the growing floor is the smaller part of that.
+    if floor.net_bytes < 0.25 * seen.held.net_bytes or (seen.grown("captures") or 0) >= 2:
+        return None
     a_step = floor.net_bytes / max(seen.count, 1)
     return Cause(
         "leak",
@@ -104,8 +115,8 @@ def unbounded_shapes(seen: Evidence) -> Cause | None:
         "unbounded_shapes",
         "high" if varies or times >= 5 else "medium",
         f"steps ask for ever larger tensors{varies}: at {times} of {seen.count} steps the allocator "
-        f"had to take more from the device, {grown.held / MIB:,.0f} MiB in all, and afterwards "
-        f"{grown.whole / MIB:,.0f} MiB of it lie free in whole blocks.",
+        f"had to take more from the device, about {grown.held / MIB:,.0f} MiB, and "
+        f"{grown.whole / MIB:,.0f} MiB of it lie free in whole blocks between steps.",
         "bound the shapes (fixed batches of tokens, or buckets that are all run before the loop), so "
         "that the largest is seen first",
     )
@@ -121,34 +132,33 @@ def fragmentation(seen: Evidence) -> Cause | None:
         "high",
         f"the allocator holds {grown.held / MIB:,.0f} MiB more while tensors occupy "
         f"{grown.used / MIB:,.0f} MiB more: {grown.split / MIB:,.0f} MiB lie in the gaps of split blocks, "
-        "which no request fits.",
+        "too small for what the steps ask for.",
         "keep long-lived tensors out of the loop (allocate them first), and set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.10)",
     )
 
 
 def other_process(seen: Evidence) -> Cause | None:
     if seen.others is None:
         return None
-    shape, how = seen.others
+    shape, pid = seen.others
     if shape.kind in ("flat", "unknown") and not shape.cycles:
         return None
-    if how == "processes":
+    if pid is not None:
         return Cause(
             "other_process",
             "high",
-            f"another process on the device moves its memory ({shape.words}) while this one's is "
-            f"{seen.held.kind}.",
-            "give the run a device of its own; nvidia-smi --query-compute-apps=pid,used_memory "
-            "--format=csv names the process",
+            f"process {pid} on the same device moves between {shape.low_bytes / MIB:,.0f} and "
+            f"{shape.high_bytes / MIB:,.0f} MiB, while this program's allocator is {seen.held.kind}.",
+            f"give the run a device of its own; `ps -p {pid}` names the process",
         )
     if seen.pauses:
         return None
     return Cause(
         "other_process",
         "medium",
-        f"the device's memory moves ({shape.words}) while PyTorch's allocator of this program holds "
-        "exactly the same: something outside it, another process or a library of this one.",
+        f"the device's memory moves ({shape.words}) while this program's allocator holds exactly the same: "
+        "something outside PyTorch, another process or a library of this one.",
         "nvidia-smi --query-compute-apps=pid,used_memory --format=csv names the processes",
     )
 
@@ -193,14 +203,22 @@ def _limit(seen: Evidence) -> str:
     samples = seen.samples
     if samples is None or samples.total_bytes is None or seen.seen.kind == "unknown":
         return ""
-    return f"The device showed {seen.seen.high_bytes / 2**30:.1f} of {samples.total_bytes / 2**30:.1f} GiB."
+    high, total = seen.seen.high_bytes, samples.total_bytes
+    words = f"The device showed {high / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    if high < 0.9 * total:
+        words += ": the limit is the process's own (set_per_process_memory_fraction), or was met between "
+        words += "two samples"
+    return words + "."
 
 
 def _until_full(seen: Evidence, a_step: float) -> str:
     samples = seen.samples
     if samples is None or samples.total_bytes is None:
         return ""
-    used = samples.used_bytes[np.isfinite(samples.used_bytes)]
-    left = (samples.total_bytes - float(used[-1])) / a_step
+    steady = [samples.time_s <= seen.windows[-1][1]] if seen.windows else []
+    used = samples.used_bytes[np.logical_and.reduce([np.isfinite(samples.used_bytes), *steady])]
+    if not len(used):
+        return ""
+    left = max(0.0, samples.total_bytes - float(used[-1])) / a_step
     seconds = left * seen.seconds / max(seen.count, 1)
     return f"; out of memory in about {left:,.0f} steps ({seconds / 60:,.0f} min)"

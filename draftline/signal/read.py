@@ -68,7 +68,7 @@ def read_trace(paths: Sequence[Path]) -> Trace:
         parts.append(part)
     parts.sort(key=lambda part: part.kind != "recording")
     trace = assemble(parts)
-    if not (trace.samples or trace.steps or trace.snapshots):
+    if not trace.devices:
         raise ConfigError(
             f"{', '.join(str(p) for p in paths)} holds no memory reading and no step"
             f"{': ' if trace.notes else ''}{'; '.join(trace.notes)}; what can be read: {FORMATS}"

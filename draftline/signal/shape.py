@@ -60,7 +60,7 @@ def find_shape(
     net = float(values[-1] - values[0])
     facts = Shape("unknown", "", low_bytes=low, high_bytes=high, net_bytes=net)
     if high - low <= tolerance:
-        return replace(facts, kind="flat", words=f"within {_mib(high - low)} for {_span(times)}")
+        return replace(facts, kind="flat", words=_still(high - low, _span(times)))
     legs = _legs(values, max(tolerance, 0.1 * (high - low)))
     ups, downs = sum(x for x in legs if x > 0), -sum(x for x in legs if x < 0)
     grid = _on_grid(times, values)
@@ -198,9 +198,13 @@ def _line(times: Column, values: Column) -> tuple[float, float, float]:
     return slope, 1.0 - float(rest @ rest) / total if total else 0.0, float(np.abs(rest).max())
 
 
+def _still(moved: float, span: str) -> str:
+    return f"moved by at most {_mib(moved)} in {span}" if moved else f"did not change for {span}"
+
+
 def counted(number: float, noun: str) -> str:
     """`1 retry`, `2 retries`."""
-    many = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    many = noun[:-1] + "ies" if noun[-2:] == "ry" else noun + "s"
     return f"{number:,.0f} {noun if round(number) == 1 else many}"
 
 

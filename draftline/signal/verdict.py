@@ -16,7 +16,7 @@ from draftline.signal.memory_rules import (
     other_process,
     unbounded_shapes,
 )
-from draftline.signal.phases import Phase
+from draftline.signal.phases import PAUSES, Phase
 from draftline.signal.shape import Shape, counted
 from draftline.signal.trace import Trace
 
@@ -132,14 +132,15 @@ _MOVING = ("compile_storm", "recompile_limit", "recompiling")
 
 def find_causes(seen: Evidence) -> list[Cause]:
     """The faults that one device's evidence shows, the most telling first; empty if none."""
-    compiler = next((c for rule in COMPILER_RULES if (c := rule(seen)) is not None), None)
+    rules = COMPILER_RULES if seen.of_program else ()
+    compiler = next((c for rule in rules if (c := rule(seen)) is not None), None)
     lost = leak(seen)
     if compiler is not None and compiler.cause in _MOVING:
         return [cause for cause in (compiler, lost) if cause is not None]
     # Failed allocations flush and refill the cache, and kept tensors make the allocator take more.
     growth = () if lost is not None else (unbounded_shapes, fragmentation)
-    rules = (allocator_retries, cache_flush, *growth)
-    allocator = next((c for rule in rules if (c := rule(seen)) is not None), None)
+    found = (allocator_retries, cache_flush, *growth)
+    allocator = next((c for rule in found if (c := rule(seen)) is not None), None)
     other = other_process(seen) if allocator is None and lost is None else None
     return [cause for cause in (compiler, allocator, lost, other) if cause is not None]
 
@@ -156,7 +157,8 @@ def _shape(seen: Evidence) -> Shape:
         words = f"what tensors occupy {seen.floor.words}"
         return replace(seen.floor, words=words)
     if shape.kind == "slope" and seen.floor.kind == "flat":
-        return replace(shape, kind="staircase")
+        words = f"rose again and again ({shape.words}), while what tensors occupy stayed the same"
+        return replace(shape, kind="staircase", words=words)
     return shape
 
 
@@ -190,14 +192,18 @@ def _without_fault(seen: Evidence, shape: Shape) -> Cause:
             COUNTERS_NEEDED,
         )
     if seen.pauses:
+        marked = any(phase.name in PAUSES for phase in seen.phases)
         return Cause(
             "pause",
-            "high",
-            f"the steps are interrupted by {', '.join(seen.pauses)}, which is normal; between them memory "
-            f"stands still ({shape.words}).",
+            "high" if marked else "medium",
+            f"the steps are interrupted by {', '.join(seen.pauses)}"
+            f"{', which is normal' if marked else ''}; between them memory stands still ({shape.words}).",
             "nothing to do",
         )
-    return Cause("healthy", "high", f"{shape.words}; {_quiet(seen)}.", "nothing to do")
+    unseen = (
+        "" if seen.samples else "; the device itself was not sampled, so nothing is known of others"
+    )
+    return Cause("healthy", "high", f"{shape.words}; {_quiet(seen)}{unseen}.", "nothing to do")
 
 
 def _quiet(seen: Evidence) -> str:
@@ -236,5 +242,7 @@ def report_lines(verdict: Verdict) -> list[str]:
             if cause.action != "nothing to do":
                 lines.append(f"    next: {cause.action}")
     lines += [f"note: {note}" for note in verdict.notes]
-    lines.append(f"verdict: {verdict.verdict} - {verdict.line}")
+    # With one device the line would repeat its cause.
+    line = f" - {verdict.line}" if len(verdict.devices) != 1 else ""
+    lines.append(f"verdict: {verdict.verdict}{line}")
     return lines
