@@ -180,3 +180,24 @@ def test_a_snapshot_of_one_growth_is_no_leak(history: str) -> None:
         "two layers at a time": 9000 + 400.0 * (np.arange(200) // 10),
     }[history]
     assert "leak" not in causes(Trace(snapshots=(shot(level.tolist()),)))
+
+
+@wrong("three equal rises count as steady growth")
+def test_layers_that_thaw_in_three_stages_are_no_sure_leak() -> None:
+    level = stairs(STEPS, [40, 90, 140], 0.0, 100)
+    trace = run(marks=MARKS, allocated=FLOOR_MIB + level, reserved=3000 + level)
+    found = judge(trace).devices[0].causes[0]
+    assert (found.cause, found.confidence) != ("leak", "high")
+
+
+@wrong("two captures hide a leak, and then no counter is said to explain it")
+def test_a_leak_beside_two_captures_is_a_leak() -> None:
+    level = 5.0 * AT
+    trace = run(
+        marks=MARKS,
+        captures=[2, 60, 120],
+        graph_replays=1,
+        allocated=FLOOR_MIB + level,
+        reserved=RESERVED_MIB + level,
+    )
+    assert "leak" in causes(trace)

@@ -273,3 +273,16 @@ def test_eager_programs_that_never_meant_to_compile() -> None:
     assert "if the program means to run eagerly, this is no fault" in "".join(
         cause.action for cause in judge(run(marks=MARKS, **EAGER)).devices[0].causes
     )
+
+
+@wrong("the last reading of a counter is taken for its total")
+def test_dynamo_counters_that_were_reset_do_not_mean_that_nothing_was_compiled() -> None:
+    reset = np.where(AT < 100, 1.0, 0.0)
+    trace = run(marks=MARKS, frames=reset, frames_ok=reset, compiles=reset)
+    assert causes(trace) <= QUIET
+
+
+@wrong("a program that loads what was compiled before compiles nothing")
+def test_a_program_that_loads_compiled_code_is_not_surely_uncompiled() -> None:
+    trace = run(marks=MARKS, expects=["compiled"], frames=None, frames_ok=None, compiles=[])
+    assert judge(trace).devices[0].causes[0].confidence != "high" or causes(trace) <= QUIET

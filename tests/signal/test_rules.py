@@ -72,6 +72,15 @@ def sentence(trace: Trace) -> str:
     return find_causes(seen(trace))[0].evidence
 
 
+# Falls of the allocator that are too short to count make the device's falls another's.
+outside = pytest.mark.xfail(strict=True, reason="compared by the names of shapes")
+PAIRS = [
+    pytest.param(name, rule, marks=[outside] * ((name, rule) == ("recapture", "other_process")))
+    for name in FAULTS
+    for rule in RULES
+]
+
+
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_a_rule_speaks_of_its_own_evidence_only(name: str, rule: str) -> None:
     cause, _, build = FAULTS[name]

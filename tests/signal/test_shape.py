@@ -157,7 +157,7 @@ anything = st.one_of(st.just(np.nan), st.floats(-1e300, 1e300))
     windows=st.lists(st.tuples(anything, anything), max_size=4),
     whole=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_array_of_floats_crashes_it(
     level: Column, gaps: list[float], windows: list[tuple[float, float]], whole: bool
 ) -> None:
