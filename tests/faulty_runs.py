@@ -131,7 +131,7 @@ fault(
 fault(
     "leak",
     "leak",
-    "955 192",
+    "955 191",
     allocated=FLOOR_MIB + 5.0 * _AT,
     reserved=RESERVED_MIB + 20.0 * (_AT // 4),
 )

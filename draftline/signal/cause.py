@@ -67,8 +67,9 @@ def peak_over_floor(seen: Evidence) -> str:
 
 
 def last_text(events: Sequence[Event]) -> str:
-    """What the last of them says: a later reason knows the earlier ones."""
-    return next((event.text for event in reversed(events) if event.text), "")
+    """What the last of them says, on one line: a later reason knows the earlier ones."""
+    text = next((event.text for event in reversed(events) if event.text), "")
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def because(reason: str) -> str:

@@ -11,6 +11,7 @@ from draftline.signal.cause import (
     peak_over_floor,
 )
 from draftline.signal.evidence import Evidence
+from draftline.signal.phases import PAUSES
 from draftline.signal.shape import counted
 
 _STORM_SHARE = 0.5
@@ -23,9 +24,14 @@ def eager_flex(seen: Evidence) -> Cause | None:
     warned = seen.events("eager_flex", steady=False)
     if not warned:
         return None
+    runs = [phase for phase in seen.phases if phase.name == "run"]
+    early = bool(runs) and all(event.time_s < runs[0].from_s for event in warned)
+    if early and _replays_every_step(seen):
+        return None
     return Cause(
         "eager_flex",
-        "high",
+        # PyTorch says it once a process: a compiled program may have done so in its warm-up alone.
+        "medium" if early and (seen.total("frames") or 0) > 0 else "high",
         "PyTorch warned that flex_attention was called without torch.compile; every attention score is "
         f"then built in memory. {peak_over_floor(seen)}".strip(),
         "compile the function that calls flex_attention (torch.compile(..., fullgraph=True)) and turn "
@@ -57,7 +63,7 @@ def compile_storm(seen: Evidence) -> Cause | None:
     number, steps_hit = compiled
     spent = seen.grown("compile_s")
     share = spent / seen.seconds if spent is not None and seen.seconds else None
-    if number < 5 or steps_hit < _STORM_SHARE * seen.count:
+    if number < 5 or steps_hit < _STORM_SHARE * len(seen.between):
         return None
     took = "" if share is None else f"; compiling took {100 * min(share, 1):.0f} % of the time"
     why = last_text(seen.events("recompile", steady=False))
@@ -86,7 +92,9 @@ def recompiling(seen: Evidence) -> Cause | None:
         if compiled is None or compiled[0] == 0:
             return None
         number, steps_hit = compiled
-        if steps_hit < 2 and number < 2 and not again and not sealed:
+        # Other code that compiles for the first time, once, is a late start and no recompile.
+        few = steps_hit < 2 or (steps_hit < 3 and seen.grown("recompiles") == 0)
+        if few and not again and not sealed:
             return None
         found = f"{counted(number, 'compile')} in {seen.count} steps after the start"
         sure = steps_hit >= 2 or bool(again) or sealed
@@ -103,7 +111,12 @@ def recompiling(seen: Evidence) -> Cause | None:
 
 def graph_breaks(seen: Evidence) -> Cause | None:
     count = seen.total("graph_breaks") or 0
-    events = seen.events("graph_break", steady=False)
+    pauses = [phase for phase in seen.phases if phase.name in PAUSES]
+    events = [
+        event
+        for event in seen.events("graph_break", steady=False)
+        if not any(phase.from_s <= event.time_s < phase.to_s for phase in pauses)
+    ]
     if not count and not events:
         return None
     return Cause(
@@ -117,13 +130,11 @@ def graph_breaks(seen: Evidence) -> Cause | None:
 
 
 def not_compiled(seen: Evidence) -> Cause | None:
-    frames, compiles = seen.total("frames"), seen.total("compiles")
     expected = "compiled" in seen.program.expects
     off = _switched_off(seen)
-    nothing = frames == 0 or (frames is None and compiles == 0)
-    if not nothing and not (off and expected):
-        return None
-    if frames is None and not expected and not off:
+    nothing = seen.total("frames") == 0
+    # A graph that the program captured itself is replayed without Dynamo.
+    if not (nothing or (off and expected)) or _replays_every_step(seen):
         return None
     why = off or "Dynamo compiled nothing in this process"
     meant = ", though the program expects a compiled step" if expected else ""
@@ -149,7 +160,7 @@ def no_graph_capture(seen: Evidence) -> Cause | None:
     replays, calls = seen.grown("graph_replays"), seen.gained("allocator_calls")
     expected = "captured" in seen.program.expects
     reason = ""
-    if skips:
+    if skips and not _replays_every_step(seen):
         reason = f"PyTorch refused a CUDA graph {int(skips)} time(s)"
         reason += because(last_text(refused))
     elif expected and replays is not None and replays < seen.count / 2:
@@ -169,12 +180,16 @@ def no_graph_capture(seen: Evidence) -> Cause | None:
     )
 
 
+def _replays_every_step(seen: Evidence) -> bool:
+    return seen.count > 0 and (seen.grown("graph_replays") or 0) >= 0.9 * seen.count
+
+
 def _compiles(seen: Evidence) -> tuple[int, int] | None:
     """Compiles in the steady state and the number of steps that had one; None where unknown."""
     for name in ("compiles", "frames"):
         gained = seen.gained(name)
         if len(gained):
-            return int(gained.clip(min=0).sum()), int((gained > 0).sum())
+            return int(gained.sum()), int((gained > 0).sum())
     events = seen.events("compile") or seen.events("recompile")
     return (len(events), len(events)) if events else None
 

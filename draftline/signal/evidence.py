@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.phases import (
-    PAUSES,
-    SETTLING_STEPS,
-    Phase,
-    find_phases,
-    steady_windows,
-)
+from draftline.signal.breaks import find_breaks, split_at
+from draftline.signal.phases import PAUSES, Phase, find_phases, steady_windows
 from draftline.signal.shape import MIB, Shape, counted, find_shape
 from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
 
 # The allocator's own figures are exact: what moves by less is one small segment.
 ALLOCATOR_TOLERANCE_BYTES = 2 * MIB
-# A step this much longer than the usual one had something else in it: an unmarked pause, if there are
-# few of them and they come regularly. A single one must be longer.
-_PAUSE_TIMES = 3.0
-_PAUSE_S = 0.05
-_PAUSE_SHARE = 0.05
-_LULL_TIMES = 8.0
-_LULL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -52,21 +41,7 @@ class Evidence:
     def windows(self) -> list[tuple[float, float]]:
         """The stretches of the steady state: of the run phases, between unmarked pauses."""
         found = steady_windows(self.phases, self.steps)
-        if self.steps is None:
-            return found
-        times = self.steps.time_s
-        for index in np.flatnonzero(self.breaks).tolist():
-            after = float(times[min(index + SETTLING_STEPS, len(times) - 1)])
-            before = float(times[index - 1])
-            found = [
-                part
-                for start, stop in found
-                for part in (
-                    [(start, before), (after, stop)] if start < before < stop else [(start, stop)]
-                )
-                if part[1] > part[0]
-            ]
-        return found
+        return found if self.steps is None else split_at(found, self.steps, self.breaks)
 
     @property
     def program(self) -> Program:
@@ -100,24 +75,8 @@ class Evidence:
 
     @cached_property
     def breaks(self) -> npt.NDArray[np.bool_]:
-        """Which steps [n] had an unmarked pause in them: much longer than the usual step without a
-        compile or a retry, rare, and at about equal distances."""
-        steps = self.steps
-        if steps is None or len(steps.time_s) < 3:
-            return np.zeros(0 if steps is None else len(steps.time_s), bool)
-        length = np.nan_to_num(np.diff(steps.time_s, prepend=np.nan), nan=0.0)
-        usual = float(np.median(length[1:]))
-        long = (length > _PAUSE_TIMES * usual) & (length > usual + _PAUSE_S)
-        for name in ("compiles", "frames", "recompiles", "retries"):
-            column = steps.known(name)
-            if column is not None:
-                long[1:] &= ~(np.diff(column) > 0)
-        apart = np.diff(np.flatnonzero(long))
-        regular = len(apart) >= 1 and float(np.ptp(apart)) <= 0.5 * float(np.median(apart))
-        if regular and long.sum() <= max(2.0, _PAUSE_SHARE * len(long)):
-            return long
-        found: npt.NDArray[np.bool_] = long & (length > max(_LULL_TIMES * usual, _LULL_S))
-        return found
+        """Which steps [n] had an unmarked pause in them."""
+        return np.zeros(0, bool) if self.steps is None else find_breaks(self.steps)
 
     @property
     def count(self) -> int:
@@ -133,39 +92,77 @@ class Evidence:
     def known(self, name: str) -> bool:
         return self.steps is not None and self.steps.known(name) is not None
 
-    def gained(self, name: str) -> Column:
-        """Growth of a total at each steady record; empty where it is unknown."""
+    def _growth(self, name: str) -> Column | None:
+        """Growth of a total up to each record [n] since the one before; NaN before it is first known.
+
+        An unknown record hands its growth on to the next known one; a counter that fell was reset, so
+        its new reading is its growth.
+        """
         column = self.steps.known(name) if self.steps is not None else None
         if column is None:
-            return np.empty(0)
-        growth = np.diff(column, prepend=np.nan)[self.inside]
-        return growth[np.isfinite(growth)]
+            return None
+        at = np.maximum.accumulate(np.where(np.isfinite(column), np.arange(len(column)), -1))
+        filled = np.where(at >= 0, column[at], np.nan)
+        growth = np.diff(filled, prepend=np.nan)
+        reset: Column = np.where(growth < 0, filled.clip(min=0), growth)
+        return reset
+
+    def gained(self, name: str) -> Column:
+        """Growth of a total at each steady record; empty where it is unknown."""
+        growth = self._growth(name)
+        return np.empty(0) if growth is None else _finite(growth[self.inside])
 
     def grown(self, name: str) -> float | None:
         """Growth of a total over the steady state, None where it is unknown."""
         growth = self.gained(name)
-        return float(growth.clip(min=0).sum()) if len(growth) else None
+        return float(growth.sum()) if len(growth) else None
 
     def since_first(self, name: str) -> float | None:
         """Growth of a total from the first record to the last, None where it is unknown."""
-        column = self.steps.known(name) if self.steps is not None else None
-        if column is None:
-            return None
-        known = column[np.isfinite(column)]
-        return float(known[-1] - known[0])
+        growth = self._growth(name)
+        return None if growth is None else float(np.nansum(growth))
 
     def total(self, name: str) -> float | None:
-        """The last known reading of a total, over the whole run."""
+        """What a total counted over the whole run, pauses left out; None where it is unknown."""
+        growth = self._growth(name)
+        if growth is None or self.steps is None:
+            return None
+        column = self.steps.values[name]
+        first = float(column[np.isfinite(column)][0])
+        times = self.steps.time_s
+        before = np.r_[-np.inf, times[:-1]]
+        paused = np.zeros(len(times), bool)
+        for phase in self.phases:
+            if phase.name in PAUSES:
+                paused |= (times > phase.from_s) & (before < phase.to_s)
+        paused[0] = False
+        return first + float(np.nansum(np.where(paused, 0.0, growth)))
+
+    def steps_between(self, name: str) -> float:
+        """Steps from the first to the last steady record in which a level is known, pauses left out."""
         column = self.steps.known(name) if self.steps is not None else None
-        return None if column is None else float(column[np.isfinite(column)][-1])
+        if column is None or self.steps is None:
+            return 0.0
+        found = 0.0
+        for start, stop in self.windows:
+            times = self.steps.time_s
+            held = (times >= start) & (times <= stop) & self.inside & np.isfinite(column)
+            if held.any():
+                numbers = self.steps.number[held]
+                found += float(numbers[-1] - numbers[0])
+        return found
+
+    def level_growth(self, name: str) -> Column:
+        """Change of a level at each steady record; NaN where it is unknown."""
+        column = self.steps.known(name) if self.steps is not None else None
+        return np.empty(0) if column is None else np.diff(column, prepend=np.nan)[self.inside]
 
     def level(self, name: str) -> Column:
         """Readings of a level at the steady records."""
         column = self.steps.known(name) if self.steps is not None else None
         if column is None:
             return np.empty(0)
-        values = column[self.inside]
-        return values[np.isfinite(values)]
+        return _finite(column[self.inside])
 
     def events(self, kind: str, *, steady: bool = True) -> list[Event]:
         """Events of this device, and those of none that are its program's, in the steady state or in the
@@ -210,23 +207,53 @@ class Evidence:
         if samples is None:
             return None
         pids = samples.by_process
-        own = self.program.pid
-        if pids and own in pids:
+        own = pids.get(self.program.pid or -1)
+        if own is not None:
+            # Where this program is not in the list, the list was not to be had.
+            told = np.isfinite(own)
+            times = samples.time_s[told]
             shapes = [
-                (find_shape(samples.time_s, np.nan_to_num(column), self.sampled_windows), pid)
+                (find_shape(times, np.nan_to_num(column[told]), self.sampled_windows), pid)
                 for pid, column in pids.items()
-                if pid != own
+                if pid != self.program.pid
             ]
             moving = [s for s in shapes if s[0].kind not in ("flat", "unknown") or s[0].cycles]
             return max(moving, key=lambda s: s[0].range_bytes, default=None)
-        if self.held.kind == "flat" and self.seen.kind != "unknown":
-            return self.seen, None
-        return None
+        held = self.steps.known("reserved_bytes") if self.steps is not None else None
+        if held is None or self.steps is None:
+            return None
+        at = np.searchsorted(self.steps.time_s, samples.time_s, side="right") - 1
+        rest = samples.used_bytes - np.where(at >= 0, held[at], np.nan)
+        shape = find_shape(samples.time_s, rest, self.sampled_windows)
+        # A sample may come before the step's record of what it sees: short excursions say nothing.
+        return None if shape.kind in ("flat", "unknown") else (shape, None)
+
+    @cached_property
+    def kept_by_pauses(self) -> Column:
+        """Bytes that tensors occupy more after each pause than before it, the first pause left out."""
+        column = self.steps.known("allocated_bytes") if self.steps is not None else None
+        if column is None or self.steps is None:
+            return np.empty(0)
+        times = self.steps.time_s
+        ends = []
+        for start, stop in self.windows:
+            level = _finite(column[(times >= start) & (times <= stop)])
+            if len(level):
+                ends.append((float(level[0]), float(level[-1])))
+        return np.array([after[0] - before[1] for before, after in pairwise(ends)][1:])
 
     @cached_property
     def pauses(self) -> list[str]:
         """What interrupted the steps, in words; empty where nothing did."""
-        marked = [phase for phase in self.phases if phase.name in PAUSES]
+        runs = [phase for phase in self.phases if phase.name == "run"]
+        begun = -np.inf if self.steps is None else float(self.steps.time_s[0])
+        marked = [
+            phase
+            for phase in self.phases
+            if phase.name in PAUSES
+            and runs
+            and max(begun, runs[0].from_s) <= phase.from_s < runs[-1].from_s
+        ]
         found = []
         for name in PAUSES:
             lengths = [phase.seconds for phase in marked if phase.name == name]
@@ -248,6 +275,11 @@ class Evidence:
                 "evaluations or checkpoints make"
             )
         return found
+
+
+def _finite(column: Column) -> Column:
+    found: Column = column[np.isfinite(column)]
+    return found
 
 
 def gather(trace: Trace) -> list[Evidence]:

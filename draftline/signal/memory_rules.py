@@ -7,26 +7,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftline.signal.cause import Cause
-from draftline.signal.evidence import Evidence
-from draftline.signal.shape import MIB, find_shape
+from draftline.signal.evidence import ALLOCATOR_TOLERANCE_BYTES, Evidence
+from draftline.signal.shape import MIB, counted, find_shape, floors
 
 _LEAK_LEAST_BYTES = 4 * MIB
+# Fewer steps that took more memory are stages of a bounded plan (a curriculum, say).
+_UNBOUNDED_STEPS = 6
 
 
 def allocator_retries(seen: Evidence) -> Cause | None:
-    """Of the whole run after its first step: where retries happen in the warm-up, the run is near the
-    limit too."""
+    """Of the whole run after its first step: where allocations fail in the warm-up, the run is near the
+    limit too. Running out of memory is the last of them."""
     steady = int(seen.grown("retries") or 0)
     before = int(seen.since_first("retries") or 0) - steady
-    if steady + before <= 0:
+    out = int(max(seen.since_first("ooms") or 0, len(seen.events("oom", steady=False))))
+    if steady + before + out <= 0:
         return None
     when = [f"{steady} in {seen.count} steps"] if steady else []
     when += [f"{before} in the warm-up and pauses"] if before else []
+    tried = (
+        "allocations failed and were tried again after the cache was given back to the driver (a "
+        f"device-wide stall each): {', '.join(when)}. "
+    )
+    ended = f"{counted(out, 'allocation')} failed for good: out of memory. " if out else ""
     return Cause(
         "allocator_retries",
-        "high" if steady else "medium",
-        f"allocations failed and were tried again after the cache was given back to the driver (a "
-        f"device-wide stall each): {', '.join(when)}. {_limit(seen)}".strip(),
+        "high" if steady or out else "medium",
+        f"{tried if when else ''}{ended}{_limit(seen)}".strip(),
         "use less memory (smaller batch or chunk) or free what else is on the device; the step needs "
         "more than is there",
     )
@@ -48,13 +55,15 @@ def cache_flush(seen: Evidence) -> Cause | None:
             f"afterwards{_kept(seen, captures)}.",
             "capture once before the loop, with inputs copied into fixed buffers, and replay that graph",
         )
+    sure = seen.known("retries")
     return Cause(
         "cache_flush",
-        "high",
-        f"memory was given back to the driver at {times} of {seen.count} steps without a failed "
-        "allocation, and taken again afterwards.",
+        "high" if sure else "medium",
+        f"memory was given back to the driver at {times} of {seen.count} steps"
+        f"{' without a failed allocation' if sure else ''}, and taken again afterwards.",
         "remove torch.cuda.empty_cache() (or gc with it) from the loop; if it is not called, look for "
-        "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF or graphs that are dropped",
+        "garbage_collection_threshold in PYTORCH_ALLOC_CONF or graphs that are dropped"
+        + ("" if sure else ", and record retries: failed allocations empty the cache too"),
     )
 
 
@@ -65,40 +74,74 @@ def _kept(seen: Evidence, captures: int) -> str:
 
 def leak(seen: Evidence) -> Cause | None:
     floor = seen.floor
-    level = seen.level("allocated_bytes")
-    rising = floor.kind == "slope" or (floor.kind == "staircase" and floor.rises >= 4)
-    if not rising or len(level) < 8 or floor.net_bytes < _LEAK_LEAST_BYTES:
-        return _leak_in_snapshot(seen)
-    # Where the allocator grows far more, or graphs are captured again and again (each capture keeps
-    # workspaces), the growing floor is the smaller part of that.
-    if floor.net_bytes < 0.25 * seen.held.net_bytes or (seen.grown("captures") or 0) >= 2:
+    rising = (floor.kind == "slope" and floor.often) or (
+        floor.kind == "staircase" and floor.rises >= 5
+    )
+    if not rising or floor.net_bytes < _LEAK_LEAST_BYTES:
+        return _leak_of_pauses(seen) or _leak_in_snapshot(seen)
+    # Where the allocator grows far more, or all of it comes with captures (each keeps workspaces), the
+    # growing floor is the smaller part of another thing.
+    if floor.net_bytes < 0.25 * seen.held.net_bytes or _comes_with_captures(seen):
         return None
-    a_step = floor.net_bytes / max(seen.count, 1)
+    steps = seen.steps_between("allocated_bytes")
+    a_step = floor.net_bytes / max(steps, 1.0)
     return Cause(
         "leak",
         "high" if floor.kind == "slope" else "medium",
         f"what tensors occupy between two steps grows by {a_step / MIB:.2f} MiB a step "
-        f"({floor.net_bytes / MIB:,.0f} MiB in {seen.count} steps){_until_full(seen, a_step)}.",
-        "look for tensors kept across steps (losses appended without .item() or .detach(), growing "
-        "caches, hooks); torch.cuda.memory._record_memory_history() and a snapshot name their stacks",
+        f"({floor.net_bytes / MIB:,.0f} MiB in {steps:,.0f} steps){_until_full(seen, a_step)}.",
+        _FIND_KEPT,
+    )
+
+
+_FIND_KEPT = (
+    "look for tensors kept across steps (losses appended without .item() or .detach(), growing caches, "
+    "hooks); torch.cuda.memory._record_memory_history() and a snapshot name their stacks"
+)
+
+
+def _comes_with_captures(seen: Evidence) -> bool:
+    """Whether the floor grows only at the steps that capture a graph."""
+    growth, captures = seen.level_growth("allocated_bytes"), seen.gained("captures")
+    if len(growth) != len(captures) or not (captures > 0).any():
+        return False
+    return float(growth[captures == 0].sum()) <= 0.2 * float(growth.sum())
+
+
+def _leak_of_pauses(seen: Evidence) -> Cause | None:
+    kept = seen.kept_by_pauses
+    if len(kept) < 3 or (kept > ALLOCATOR_TOLERANCE_BYTES).mean() < 0.75:
+        return None
+    return Cause(
+        "leak",
+        "high",
+        f"after each of the last {len(kept)} pauses tensors occupy {np.median(kept) / MIB:,.0f} MiB more "
+        "than before it.",
+        "look for what an evaluation or a checkpoint keeps: outputs gathered on the device, caches of "
+        "generation, a copy of the weights",
     )
 
 
 def _leak_in_snapshot(seen: Evidence) -> Cause | None:
+    """A floor that rises over many falls; a history of one load or one forward pass has none."""
     for shot in seen.snapshots:
         if len(shot.history) < 8:
             continue
         times, level = shot.history[:, 0], shot.history[:, 1]
-        floor = find_shape(times, level, [(float(times[0]), float(times[-1]))])
-        if floor.kind == "slope":
+        lows = floors(level, 0.05 * float(np.ptp(level)))
+        if len(lows) < 8:
+            continue
+        whole = [(float(times[0]), float(times[-1]))]
+        floor = find_shape(times[lows], level[lows], whole)
+        if floor.kind == "slope" and floor.often:
             kept = "; ".join(
                 f"{size / MIB:,.0f} MiB from {frame}" for size, frame in shot.largest[:3]
             )
             return Cause(
                 "leak",
                 "medium",
-                f"in the snapshot's history the allocated memory {floor.words}. Largest live blocks: "
-                f"{kept or 'not recorded'}.",
+                f"in the snapshot's history what stays allocated after {len(lows)} falls {floor.words}. "
+                f"Largest live blocks: {kept or 'not recorded'}.",
                 "see whether those blocks should outlive a step; counters of each step would confirm it",
             )
     return None
@@ -110,10 +153,12 @@ def unbounded_shapes(seen: Evidence) -> Cause | None:
     if grown is None or grown.whole < 0.5 * grown.held:
         return None
     times = int((seen.gained("device_allocations") > 0).sum())
+    if times < _UNBOUNDED_STEPS:
+        return None
     varies = _variation(seen)
     return Cause(
         "unbounded_shapes",
-        "high" if varies or times >= 5 else "medium",
+        "high",
         f"steps ask for ever larger tensors{varies}: at {times} of {seen.count} steps the allocator "
         f"had to take more from the device, about {grown.held / MIB:,.0f} MiB, and "
         f"{grown.whole / MIB:,.0f} MiB of it lie free in whole blocks between steps.",

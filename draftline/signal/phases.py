@@ -45,7 +45,9 @@ def find_phases(trace: Trace, samples: Samples | None, steps: Steps | None) -> l
     marks = [e for e in trace.events if e.kind == "phase"]
     if any(mark.text == "run" for mark in marks):
         done = last if steps is None or not len(steps.time_s) else float(steps.time_s[-1])
-        return _marked([(e.time_s, e.text) for e in marks], first, last, done)
+        found = _marked([(e.time_s, e.text) for e in marks], first, last, done)
+        warmed = any(phase.name == "warm" for phase in found)
+        return found if warmed or steps is None else _warmed_in_run(found, steps)
     if steps is not None and len(steps.time_s) > SETTLING_STEPS:
         return _from_steps(steps, first, last)
     if samples is not None:
@@ -67,6 +69,27 @@ def _marked(marks: list[tuple[float, str]], first: float, last: float, done: flo
         run = found.pop()
         found += [replace(run, to_s=done), Phase("end", done, run.to_s, marked=False)]
     return found
+
+
+def _warmed_in_run(phases: list[Phase], steps: Steps) -> list[Phase]:
+    """The first run phase of a program that marks no warm-up, split where its steps have settled."""
+    index = next((i for i, phase in enumerate(phases) if phase.name == "run"), None)
+    if index is None:
+        return phases
+    run = phases[index]
+    inside = (steps.time_s > run.from_s) & (steps.time_s <= run.to_s)
+    if inside.sum() <= SETTLING_STEPS + _QUIET_STEPS:
+        return phases
+    part = replace(
+        steps,
+        number=steps.number[inside],
+        time_s=steps.time_s[inside],
+        wall_ms=steps.wall_ms[inside],
+        values={name: column[inside] for name, column in steps.values.items()},
+    )
+    settled = float(part.time_s[_settled(part)])
+    warm = Phase("warm", run.from_s, settled, marked=False)
+    return [*phases[:index], warm, replace(run, from_s=settled), *phases[index + 1 :]]
 
 
 def _from_steps(steps: Steps, first: float, last: float) -> list[Phase]:

@@ -26,7 +26,8 @@ _GRID = 65
 class Shape:
     """`kind` is one of SHAPES. Bytes of the lowest and highest reading and of the last minus the first;
     `rises` counts separate increases and `cycles` falls that were followed by a rise;
-    `bytes_per_s` is the fitted slope; `words` say it for a person."""
+    `bytes_per_s` is the fitted slope; `often` is whether it rose at many moments and not at a few;
+    `words` say it for a person."""
 
     kind: str
     words: str
@@ -36,6 +37,7 @@ class Shape:
     rises: int = 0
     cycles: int = 0
     bytes_per_s: float = 0.0
+    often: bool = False
 
     @property
     def range_bytes(self) -> float:
@@ -87,7 +89,10 @@ def _rising(times: Column, values: Column, grid: Column, tolerance: float, facts
     portions = rises >= 3 and least >= 0.5 * most and off <= 0.75 * most
     if portions or (fit >= 0.97 and quarters.min() >= 0.1 * quarters.sum()):
         words = f"grows by {_mib(slope)} a second, {_mib(rise)} in {_span(times)}"
-        return replace(facts, kind="slope", words=words, rises=rises, bytes_per_s=slope)
+        often = rises >= 5 or rising.sum() >= 0.5 * _GRID
+        return replace(
+            facts, kind="slope", words=words, rises=rises, bytes_per_s=slope, often=bool(often)
+        )
     if rises <= 1 and rising.sum() <= 0.1 * _GRID:
         words = f"one rise by {_mib(rise)}, otherwise still"
         return replace(facts, kind="flat", words=words, rises=rises)
@@ -166,6 +171,24 @@ def _legs(values: Column, threshold: float) -> list[float]:
                 trend, high = 1, value
     turns.append(high if trend > 0 else low if trend < 0 else float(values[-1]))
     return [b - a for a, b in pairwise(turns)]
+
+
+def floors(values: Column, threshold: float) -> npt.NDArray[np.intp]:
+    """Indices of the lowest reading between any two falls by `threshold` or more."""
+    found: list[int] = []
+    high, low, falling = 0, 0, False
+    for index, value in enumerate(values.tolist()):
+        if falling:
+            if value < values[low]:
+                low = index
+            elif value - values[low] >= threshold:
+                found.append(low)
+                falling, high = False, index
+        elif value > values[high]:
+            high = index
+        elif values[high] - value >= threshold:
+            falling, low = True, index
+    return np.array(found, np.intp)
 
 
 def _on_grid(times: Column, values: Column) -> Column:

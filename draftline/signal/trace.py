@@ -152,7 +152,7 @@ class Trace:
         names |= {s.device for s in self.snapshots}
         if not names and any(event.kind in COMPILE_EVENTS for event in self.events):
             return ["cpu"]
-        return sorted(names, key=lambda n: (not n.isdigit(), int(n) if n.isdigit() else 0, n))
+        return sorted(names, key=lambda n: (not n.isdecimal(), len(n) if n.isdecimal() else 0, n))
 
 
 def join(traces: Iterable[Trace]) -> Trace:

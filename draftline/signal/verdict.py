@@ -25,6 +25,7 @@ COUNTERS_NEEDED = (
     "(docs/signal.md), or start it with `draftline watch -- python ...`; then diagnose both files together"
 )
 
+_FEWEST_STEPS = 5
 _LOOKS_LIKE = {
     "slope": "a leak, ever larger shapes or another process",
     "staircase": "ever larger shapes, fragmentation, a leak or another process",
@@ -136,7 +137,8 @@ def find_causes(seen: Evidence) -> list[Cause]:
     compiler = next((c for rule in rules if (c := rule(seen)) is not None), None)
     lost = leak(seen)
     if compiler is not None and compiler.cause in _MOVING:
-        return [cause for cause in (compiler, lost) if cause is not None]
+        failed = allocator_retries(seen)
+        return [cause for cause in (compiler, failed, lost) if cause is not None]
     # Failed allocations flush and refill the cache, and kept tensors make the allocator take more.
     growth = () if lost is not None else (unbounded_shapes, fragmentation)
     found = (allocator_retries, cache_flush, *growth)
@@ -169,21 +171,26 @@ def _without_fault(seen: Evidence, shape: Shape) -> Cause:
     if shape.kind == "unknown":
         needed = "record a longer stretch" if seen.samples or seen.steps else "record its memory"
         return Cause("unknown", "low", f"{shape.words}.", f"{needed}; {COUNTERS_NEEDED}")
-    counted = seen.known("allocator_calls") or seen.known("reserved_bytes")
+    has_counters = seen.known("allocator_calls") or seen.known("reserved_bytes")
+    if has_counters and seen.count < _FEWEST_STEPS:
+        words = f"{counted(seen.count, 'step')} in the steady state, too few to judge"
+        return Cause(
+            "unknown", "low", f"{words}; memory: {shape.words}.", "record a longer stretch"
+        )
     if shape.kind != "flat":
         moves = "the device's memory moves" if seen.samples else "what the allocator holds moves"
         rest = (
             "none of the recorded counters explains it"
-            if counted
+            if has_counters
             else f"{_LOOKS_LIKE[shape.kind]} can look like this"
         )
         return Cause(
             "unknown",
             "low",
             f"{moves}: {shape.words}; {rest}.",
-            "record a memory snapshot of a few steps" if counted else COUNTERS_NEEDED,
+            "record a memory snapshot of a few steps" if has_counters else COUNTERS_NEEDED,
         )
-    if not counted:
+    if not has_counters:
         return Cause(
             "unknown",
             "low",

@@ -122,7 +122,7 @@ def test_two_tools_on_one_device_are_not_mixed(tmp_path: Path) -> None:
     assert second.used_bytes.max() < 3e9
     assert second.total_bytes == 1e11
     assert np.nanmax(second.by_process[4242]) == 2.5e9
-    assert any("device 1 is in several kinds of file: the query was used" in n for n in trace.notes)
+    assert any("several files sampled GPU 1: the longest (query) was used" in n for n in trace.notes)
 
 
 def with_program(rows: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:

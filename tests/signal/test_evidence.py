@@ -109,7 +109,6 @@ def test_gaps_neither_add_nor_hide_growth(hidden: set[int]) -> None:
     assert grown is None or 0 <= grown <= since
 
 
-@pytest.mark.xfail(strict=True, reason="growth next to an unknown reading is lost")
 def test_what_grew_while_a_reading_was_missing_is_counted() -> None:
     column = counter([100] * 7, 200)
     column[100] = np.nan

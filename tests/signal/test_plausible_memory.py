@@ -34,10 +34,6 @@ def said(trace: Trace) -> str:
     return judge(trace).line
 
 
-def wrong(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def compiled_at(*steps: int, **options: object) -> dict[str, object]:
     return {"compiles": [0, *steps], "frames": [0, *steps], "frames_ok": [0, *steps], **options}
 
@@ -54,14 +50,12 @@ SHORT = {
 }
 
 
-@wrong("the device's curve is held against a name of the allocator's shape, not against its curve")
 @pytest.mark.parametrize("name", SHORT)
 def test_what_the_allocator_itself_does_is_no_other_process(name: str) -> None:
     trace = run(marks=MARKS, reserved=SHORT[name])
     assert "other_process" not in causes(trace)
 
 
-@wrong("an unknown list of processes counts as none")
 def test_a_list_of_processes_with_gaps_is_no_other_process() -> None:
     trace = run(marks=MARKS, by_process=True, others=lambda t: 5000.0)
     samples = trace.samples[0]
@@ -70,13 +64,11 @@ def test_a_list_of_processes_with_gaps_is_no_other_process() -> None:
     assert causes(replace(trace, samples=(replace(samples, by_process=gaps),))) <= QUIET
 
 
-@wrong("retries that are not recorded count as none")
 def test_flushes_whose_retries_are_unknown_are_not_said_to_have_none() -> None:
     trace = run(marks=MARKS, retries=None, reserved=np.where(AT % 10 == 9, 620.0, RESERVED_MIB))
     assert "without a failed allocation" not in said(trace)
 
 
-@wrong("what pauses leave behind is never added up")
 @pytest.mark.parametrize("marked", [True, False])
 def test_evaluations_that_keep_200_mib_each_are_not_called_a_pause(marked: bool) -> None:
     each = list(range(20, STEPS, 20))
@@ -90,7 +82,6 @@ def test_evaluations_that_keep_200_mib_each_are_not_called_a_pause(marked: bool)
     assert "pause" not in causes(trace)
 
 
-@wrong("a run out of memory is healthy unless a retry was counted")
 @pytest.mark.parametrize("counted", [True, False], ids=["counter", "event"])
 def test_a_run_that_ends_out_of_memory_is_not_healthy(counted: bool) -> None:
     if counted:
@@ -101,7 +92,6 @@ def test_a_run_that_ends_out_of_memory_is_not_healthy(counted: bool) -> None:
     assert judge(trace).exit_code == 3
 
 
-@wrong("a run out of memory is called a retry")
 def test_a_run_that_ends_out_of_memory_says_so() -> None:
     trace = run(
         marks=MARKS,
@@ -113,7 +103,6 @@ def test_a_run_that_ends_out_of_memory_says_so() -> None:
     assert "out of memory" in said(trace).lower()
 
 
-@wrong("a recompile or two hide that the device is full")
 def test_two_recompiles_do_not_hide_retries() -> None:
     trace = run(
         marks=MARKS, **compiled_at(50, 90, recompiles=[50, 90]), retries=list(range(20, STEPS, 2))
@@ -130,7 +119,6 @@ def test_a_leak_reckons_with_what_the_device_held_while_it_ran() -> None:
     assert steps == pytest.approx(left, rel=0.05)
 
 
-@wrong("growth over the known readings is divided by all steps")
 def test_a_leak_that_is_recorded_for_half_of_the_run() -> None:
     floor = FLOOR_MIB + 5.0 * AT
     floor[100:] = np.nan
@@ -139,20 +127,17 @@ def test_a_leak_that_is_recorded_for_half_of_the_run() -> None:
     assert grows == pytest.approx(5.0, rel=0.05)
 
 
-@wrong("growth over n readings is divided by n, not by n - 1")
 def test_a_leak_in_a_short_run() -> None:
     trace = run(21, marks=MARKS, allocated=FLOOR_MIB + 50.0 * np.arange(21), reserved=3000.0)
     grows = float(said(trace).split("grows by ")[1].split(" MiB")[0])
     assert grows == pytest.approx(50.0, rel=0.05)
 
 
-@wrong("a counter that starts anew takes back what it counted")
 def test_retries_of_a_counter_that_started_anew() -> None:
     retries = np.r_[counter([20, 40, 60, 80], 100), np.zeros(100)]
     assert causes(run(marks=MARKS, retries=retries)) == {"allocator_retries"}
 
 
-@wrong("a counter that starts anew counts backwards")
 def test_requests_a_step_of_a_program_that_started_anew() -> None:
     calls = np.r_[counter(900, 100), counter(900, 100)]
     trace = run(marks=MARKS, expects=["compiled"], **(EAGER | {"allocator_calls": calls}))
@@ -171,7 +156,6 @@ def test_fragments_around_small_things_that_are_kept() -> None:
     assert "fragmentation" in causes(trace)
 
 
-@wrong("a load or a forward pass in a snapshot grows like a leak")
 @pytest.mark.parametrize("history", ["load", "forward pass", "two layers at a time"])
 def test_a_snapshot_of_one_growth_is_no_leak(history: str) -> None:
     level = {
@@ -182,7 +166,6 @@ def test_a_snapshot_of_one_growth_is_no_leak(history: str) -> None:
     assert "leak" not in causes(Trace(snapshots=(shot(level.tolist()),)))
 
 
-@wrong("three equal rises count as steady growth")
 def test_layers_that_thaw_in_three_stages_are_no_sure_leak() -> None:
     level = stairs(STEPS, [40, 90, 140], 0.0, 100)
     trace = run(marks=MARKS, allocated=FLOOR_MIB + level, reserved=3000 + level)
@@ -190,7 +173,6 @@ def test_layers_that_thaw_in_three_stages_are_no_sure_leak() -> None:
     assert (found.cause, found.confidence) != ("leak", "high")
 
 
-@wrong("two captures hide a leak, and then no counter is said to explain it")
 def test_a_leak_beside_two_captures_is_a_leak() -> None:
     level = 5.0 * AT
     trace = run(

@@ -44,10 +44,6 @@ def said(trace: Trace) -> str:
     return judge(trace).line
 
 
-def wrong(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def compiled_at(*steps: int, **options: object) -> dict[str, object]:
     return {"compiles": [0, *steps], "frames": [0, *steps], "frames_ok": [0, *steps], **options}
 
@@ -123,7 +119,6 @@ def test_compiles_in_the_first_steps_only(marks: tuple[tuple[int, str], ...]) ->
     assert causes(trace) <= QUIET
 
 
-@wrong("a run that is marked from its first step on has its warm-up counted")
 def test_a_run_that_is_marked_before_its_first_step() -> None:
     early = list(range(1, 10))
     trace = run(marks=[(-1, "run")], **compiled_at(*early), step_s=slow(early, 0.8))
@@ -131,7 +126,6 @@ def test_a_run_that_is_marked_before_its_first_step() -> None:
 
 
 @both_ways
-@wrong("a forward and its backward count as two recompiles, though recompiles are known to be none")
 def test_a_second_model_that_is_compiled_once(marks: tuple[tuple[int, str], ...]) -> None:
     trace = run(
         marks=marks,
@@ -144,7 +138,6 @@ def test_a_second_model_that_is_compiled_once(marks: tuple[tuple[int, str], ...]
     assert "recompiling" not in causes(trace)
 
 
-@wrong("three stages are no ever larger shapes")
 @both_ways
 def test_a_curriculum_of_four_stages(marks: tuple[tuple[int, str], ...]) -> None:
     trace = run(
@@ -156,13 +149,11 @@ def test_a_curriculum_of_four_stages(marks: tuple[tuple[int, str], ...]) -> None
     assert (found.cause, found.confidence) != ("unbounded_shapes", "high")
 
 
-@wrong("no Dynamo is taken for no compilation though a graph is replayed each step")
 def test_a_graph_that_is_captured_by_hand_needs_no_dynamo() -> None:
     trace = run(marks=MARKS, **(CAPTURED | {"frames": [], "frames_ok": [], "compiles": []}))
     assert causes(trace) <= QUIET
 
 
-@wrong("one refused capture outweighs a replay each step")
 @pytest.mark.parametrize("as_event", [True, False])
 def test_one_function_that_is_not_captured_beside_a_captured_step(as_event: bool) -> None:
     if as_event:
@@ -172,7 +163,6 @@ def test_one_function_that_is_not_captured_beside_a_captured_step(as_event: bool
     assert causes(trace) <= QUIET
 
 
-@wrong("a graph break outside the run is taken for one of the step")
 def test_a_graph_break_in_an_evaluation_is_none_of_the_step() -> None:
     trace = run(
         marks=[*MARKS, (99, "evaluate"), (100, "run")],
@@ -182,7 +172,6 @@ def test_a_graph_break_in_an_evaluation_is_none_of_the_step() -> None:
     assert judge(trace).devices[0].causes[0].confidence != "high" or causes(trace) <= QUIET
 
 
-@wrong("a warning in the warm-up outweighs a compiled step")
 def test_a_parity_check_against_eager_flex_in_the_warm_up() -> None:
     trace = run(marks=MARKS, events=[(0, "eager_flex", "called without torch.compile")])
     assert judge(trace).devices[0].causes[0].confidence != "high"
@@ -195,7 +184,6 @@ def test_a_retry_in_an_evaluation_is_not_of_the_warm_up() -> None:
     assert "warmed up" not in said(trace)
 
 
-@wrong("an unmarked re-capture each 30 steps is taken for an evaluation")
 def test_steps_that_are_long_because_they_capture_are_no_pauses() -> None:
     again = list(range(30, STEPS, 30))
     trace = run(
@@ -228,7 +216,6 @@ def test_a_previous_programs_marks_and_events_are_not_this_ones() -> None:
     assert causes(replace(trace, events=before + trace.events)) == {"healthy"}
 
 
-@wrong("an evaluation of an earlier run is called an interruption of this one")
 def test_evaluations_of_a_previous_program_interrupt_nothing() -> None:
     trace = run(marks=MARKS)
     marks = [(-900, "run"), (-500, "evaluate"), (-490, "run"), (-100, "end")]
@@ -236,7 +223,6 @@ def test_evaluations_of_a_previous_program_interrupt_nothing() -> None:
     assert causes(replace(trace, events=before + trace.events)) == {"healthy"}
 
 
-@wrong("an evaluation before the first step is called an interruption")
 def test_a_check_before_the_first_step_interrupts_nothing() -> None:
     trace = run(marks=[(-1, "evaluate"), (0, "warm"), (4, "run")])
     assert causes(trace) == {"healthy"}
@@ -275,14 +261,12 @@ def test_eager_programs_that_never_meant_to_compile() -> None:
     )
 
 
-@wrong("the last reading of a counter is taken for its total")
 def test_dynamo_counters_that_were_reset_do_not_mean_that_nothing_was_compiled() -> None:
     reset = np.where(AT < 100, 1.0, 0.0)
     trace = run(marks=MARKS, frames=reset, frames_ok=reset, compiles=reset)
     assert causes(trace) <= QUIET
 
 
-@wrong("a program that loads what was compiled before compiles nothing")
 def test_a_program_that_loads_compiled_code_is_not_surely_uncompiled() -> None:
     trace = run(marks=MARKS, expects=["compiled"], frames=None, frames_ok=None, compiles=[])
     assert judge(trace).devices[0].causes[0].confidence != "high" or causes(trace) <= QUIET

@@ -72,13 +72,7 @@ def sentence(trace: Trace) -> str:
     return find_causes(seen(trace))[0].evidence
 
 
-# Falls of the allocator that are too short to count make the device's falls another's.
-outside = pytest.mark.xfail(strict=True, reason="compared by the names of shapes")
-PAIRS = [
-    pytest.param(name, rule, marks=[outside] * ((name, rule) == ("recapture", "other_process")))
-    for name in FAULTS
-    for rule in RULES
-]
+PAIRS = [(name, rule) for name in FAULTS for rule in RULES]
 
 
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
@@ -122,9 +116,7 @@ def test_faults_without_samples_or_without_counters(name: str, counted: bool) ->
         assert found == []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[outside] * (name == "recapture")) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", list(FAULTS))
 @pytest.mark.parametrize("unknown", [None, "nan"])
 def test_without_any_counter_no_fault_is_made_up(name: str, unknown: str | None) -> None:
     cause, _, build = FAULTS[name]
@@ -220,7 +212,6 @@ def test_retries_say_how_many_and_what_the_device_showed() -> None:
     assert f"showed {shown:.1f} of {TOTAL_MIB * 2**20 / GIB:.1f} GiB." in words
 
 
-@pytest.mark.xfail(strict=True, reason="records that had a compile are held against all steps")
 def test_a_storm_in_sparse_records_is_a_storm() -> None:
     build = FAULTS["storm"][2]
     found = [compile_storm(seen(build(marks=MARKS, every=n))) for n in (1, 10)]

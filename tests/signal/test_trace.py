@@ -59,12 +59,9 @@ def test_a_device_is_named_once() -> None:
     assert join([run(), run()]).devices == ["0"]
 
 
-crashes = pytest.mark.xfail(strict=True, raises=ValueError, reason="digits that int() refuses")
-
-
 @pytest.mark.parametrize(
     "name",
-    ["", "٣", pytest.param("²", marks=crashes), pytest.param("0" * 5000, marks=crashes)],
+    ["", "٣", "²", "0" * 5000],
 )
 def test_no_name_of_a_device_crashes_it(name: str) -> None:
     assert join([renamed(run(), name), run()]).devices.count(name) == 1

@@ -106,7 +106,6 @@ def test_too_little_is_unknown_and_says_what_to_record(trace: Trace) -> None:
     assert "record" in verdict.devices[0].causes[0].action
 
 
-@pytest.mark.xfail(strict=True, reason="counters of no steady step count as quiet ones")
 @pytest.mark.parametrize("steps", [1, 3])
 def test_counters_of_too_few_steps_are_not_healthy_ones(steps: int) -> None:
     verdict = judge(run(steps))

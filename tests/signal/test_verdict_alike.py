@@ -16,9 +16,6 @@ from draftline.signal.trace import join
 from draftline.signal.verdict import judge
 
 ALL = {name: build for name, (_, _, build) in FAULTS.items()} | HEALTHY
-hidden_storm = pytest.mark.xfail(
-    strict=True, reason="records that had a compile are held against all steps"
-)
 
 
 def found(trace: Trace) -> list[tuple[str, str, list[tuple[str, str]]]]:
@@ -61,11 +58,7 @@ def test_the_sample_rate_does_not_matter(name: str, period_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [
-        pytest.param(name, every, marks=[hidden_storm] * ((name, every) == ("storm", 5)))
-        for name in ALL
-        for every in (2, 5)
-    ],
+    [(name, every) for name in ALL for every in (2, 5)],
 )
 def test_sparse_records_are_judged_alike(name: str, every: int) -> None:
     trace = ALL[name](marks=MARKS, every=every)
@@ -87,7 +80,6 @@ def test_a_reason_is_part_of_the_line(text: str, kind: str) -> None:
     assert text.strip().rstrip(".") in verdict.line or kind != "recompile"
 
 
-@pytest.mark.xfail(strict=True, reason="a reason is taken over as it is")
 @pytest.mark.parametrize(
     "text", ["x == 3\nuser stack:\n  a.py", "a\r\nb", "a\x1eb", "a\u2028b", "\x1b[2J"]
 )

@@ -66,7 +66,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path: Path) -> None:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n" + (json.dumps(end) + "\n" if pauses[2:] else ""))
 
-    assert follow(RunFeed(path), out, None, pause) == 0
+    assert follow(RunFeed(path), out, None, pause) == 3
     told = out.getvalue().splitlines()
     assert len(pauses) == 3
     assert sum("out of memory: no room" in line for line in told) >= 3
