@@ -27,7 +27,7 @@ from fault_memory import MEMORY
 from fault_model import SIZES, TINY, Size
 from fault_session import LimitLog, Program, Session
 
-from draftline.signal.record import Recorder
+from draftline.signal.recorder.record import Recorder
 
 PROGRAMS: tuple[Program, ...] = (*COMPILING, *MEMORY, *HEALTHY)
 

@@ -24,7 +24,7 @@ from fault_model import Size
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as flex
 
-from draftline.signal.record import Recorder
+from draftline.signal.recorder.record import Recorder
 
 MIB = 1 << 20
 MAX_STEPS = 400

@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 from machine import describe
 
-from draftline.signal import counters
-from draftline.signal.nvml import Unavailable, open_source
-from draftline.signal.record import Recorder
+from draftline.signal.recorder import counters
+from draftline.signal.recorder.nvml import Unavailable, open_source
+from draftline.signal.recorder.record import Recorder
 
 WARM = 50
 Row = dict[str, object]

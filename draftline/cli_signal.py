@@ -30,8 +30,8 @@ def diagnose_command(
     """
     import json
 
-    from draftline.signal.read import read_trace
-    from draftline.signal.verdict import judge, report_lines
+    from draftline.signal.judge.verdict import judge, report_lines
+    from draftline.signal.readers.read import read_trace
 
     verdict = judge(read_trace(files))
     typer.echo(
@@ -72,7 +72,7 @@ def watch_command(
     PyTorch offers to tell of its compiles, and exits with the command's exit code. Watching a run or
     a process exits with 0, or 3 where the last verdict is a fault or memory that is not flat.
     """
-    from draftline.signal import watch
+    from draftline.signal.live import watch
 
     command: list[str] | None = ctx.meta.get(_COMMAND)
     given: dict[str, Any] = {"RUN": run, "--pid": pid, "a command after --": command}
@@ -106,7 +106,7 @@ def diff_command(
     import json
     import shutil
 
-    from draftline.signal.diff import compare
+    from draftline.signal.pages.diff import compare
 
     found = compare(run_a, run_b)
     if as_json:
@@ -124,7 +124,7 @@ def report_command(
     ),
 ) -> None:
     """Write one HTML page of a run that opens offline: verdict, memory, curves, choices, environment."""
-    from draftline.signal.report import write_report
+    from draftline.signal.pages.report import write_report
 
     write_report(run, out)
     typer.echo(f"wrote {out}")

@@ -1,4 +1,4 @@
-"""A stand-in for a torch that has initialised CUDA, as far as `draftline.signal.counters` looks."""
+"""A stand-in for a torch that has initialised CUDA, as far as the recorder looks."""
 
 from __future__ import annotations
 

@@ -95,6 +95,7 @@ def test_a_file_of_no_known_kind_is_a_users_fault(run: Run, tmp_path: Path) -> N
         (["watch", TRACES, "--out", "x"], "a RUN has its recording already"),
         (["watch", "--", "no-such-program-here"], "no-such-program-here"),
         (["watch", "no-such-run"], "is not there"),
+        (["watch", "--once", LEAK], "draftline diagnose reads other files"),
     ],
 )
 def test_watch_refuses_what_it_cannot_watch(

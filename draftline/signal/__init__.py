@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftline.signal.marks import Phase, Step
-    from draftline.signal.record import Recorder
+    from draftline.signal.recorder.marks import Phase, Step
+    from draftline.signal.recorder.record import Recorder
 
 
 def start(
@@ -29,22 +29,22 @@ def start(
 ) -> Recorder:
     """Begins to record this program, to `./signal-<pid>.jsonl` without a `path`; see Recorder for the
     options. Without it, the first step or phase begins. Raises ConfigError while one records."""
-    from draftline.signal.session import SESSION
+    from draftline.signal.recorder.session import SESSION
 
     return SESSION.start(path, expects, hz, own_peak)
 
 
 def step(tokens: int | None = None) -> Step:
     """Goes around one step (`with signal.step():`), or decorates the function that makes one."""
-    from draftline.signal.marks import Step, check_tokens
-    from draftline.signal.session import SESSION
+    from draftline.signal.recorder.marks import Step, check_tokens
+    from draftline.signal.recorder.session import SESSION
 
     return Step(SESSION.recorder, check_tokens(tokens))
 
 
 def mark_step(tokens: int | None = None) -> None:
     """Says that a step has just ended, for a loop that cannot be wrapped."""
-    from draftline.signal.session import SESSION
+    from draftline.signal.recorder.session import SESSION
 
     SESSION.recorder().mark_step(tokens=tokens)
 
@@ -52,13 +52,13 @@ def mark_step(tokens: int | None = None) -> None:
 def phase(name: str) -> Phase:
     """Marks that a phase begins (load, warm, run, evaluate, checkpoint, end, or another name). Used in
     `with`, the phase before it goes on afterwards."""
-    from draftline.signal.session import SESSION
+    from draftline.signal.recorder.session import SESSION
 
     return SESSION.recorder().phase(name)
 
 
 def stop() -> None:
     """Ends the recording; the end of the program does the same."""
-    from draftline.signal.session import SESSION
+    from draftline.signal.recorder.session import SESSION
 
     SESSION.stop()

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.nvml import Unavailable, open_source
+from draftline.signal.recorder.nvml import Unavailable, open_source
 
 PACKAGES = (
     "draftline",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.record import Recorder
-from draftline.signal.verdict import judge
+from draftline.signal.judge.verdict import judge
+from draftline.signal.recorder.record import Recorder
 
 log = logging.getLogger(__name__)
 

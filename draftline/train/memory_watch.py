@@ -12,9 +12,9 @@ from types import TracebackType
 from draftline.config_sections import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
-from draftline.signal.phases import SETTLING_STEPS
-from draftline.signal.record import Recorder
-from draftline.signal.verdict import Verdict, judge
+from draftline.signal.judge.phases import SETTLING_STEPS
+from draftline.signal.judge.verdict import Verdict, judge
+from draftline.signal.recorder.record import Recorder
 
 log = logging.getLogger(__name__)
 

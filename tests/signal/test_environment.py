@@ -12,7 +12,7 @@ import pytest
 
 from draftline.signal import environment as module
 from draftline.signal.environment import environment, variables
-from draftline.signal.nvml import Device, Unavailable
+from draftline.signal.recorder.nvml import Device, Unavailable
 
 
 class FakeSource:

@@ -173,6 +173,8 @@ def test_a_run_after_one_that_was_broken_off_begins_a_recording_of_its_own(tmp_p
         run_steps(callback, 2, args)
     callback.on_train_end(args, state, quiet())
     kinds = [line["kind"] for line in lines_of(tmp_path / "signal.jsonl")]
+    # What this process compiled before is told as events.
+    kinds = [kind for kind in kinds if kind in ("start", "phase", "step")]
     assert kinds == ["start", "phase", "step", "step"] * 2 + ["phase"]
 
 

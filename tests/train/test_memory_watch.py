@@ -15,8 +15,8 @@ import pytest
 from draftline.config_sections import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
-from draftline.signal.cause import Cause
-from draftline.signal.verdict import DeviceVerdict, Verdict
+from draftline.signal.judge.cause import Cause
+from draftline.signal.judge.verdict import DeviceVerdict, Verdict
 from draftline.train import memory_watch
 from draftline.train.memory_watch import MemoryWatch
 

@@ -1,0 +1,1 @@
+"""A Trace to a verdict: phases, shapes, causes."""

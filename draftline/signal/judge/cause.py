@@ -1,0 +1,76 @@
+"""The names of causes, and what rules share to find and word them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftline.signal.judge.evidence import Evidence
+from draftline.signal.judge.shape import MIB
+from draftline.signal.trace import Event
+
+CAUSES = (
+    "healthy",
+    "not_compiled",
+    "eager_flex",
+    "graph_breaks",
+    "recompiling",
+    "recompile_limit",
+    "compile_storm",
+    "no_graph_capture",
+    "allocator_retries",
+    "cache_flush",
+    "leak",
+    "fragmentation",
+    "unbounded_shapes",
+    "other_process",
+    "pause",
+    "unknown",
+)
+FAULTS = frozenset(CAUSES) - {"healthy", "pause", "unknown"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One of CAUSES; `confidence` is high, medium or low; `evidence` and `action` are sentences."""
+
+    cause: str
+    confidence: str
+    evidence: str
+    action: str
+
+
+Rule = Callable[[Evidence], Cause | None]
+
+
+def calls_a_step(seen: Evidence) -> str:
+    gained = seen.gained("allocator_calls")
+    return (
+        f"{float(gained.sum()) / max(seen.count, 1):,.0f} memory requests a step. "
+        if len(gained)
+        else ""
+    )
+
+
+def peak_over_floor(seen: Evidence) -> str:
+    peak, floor = seen.level("peak_bytes"), seen.level("allocated_bytes")
+    if not len(peak) or not len(floor):
+        return ""
+    over = float(np.median(peak) - np.median(floor))
+    tokens = seen.level("tokens")
+    if over < MIB:
+        return ""
+    each = f", {over / np.median(tokens) / 1024:,.0f} KiB a token" if len(tokens) else ""
+    return f"Inside a step {over / 2**30:.2f} GiB come and go{each}."
+
+
+def last_text(events: Sequence[Event]) -> str:
+    """What the last of them says, on one line: a later reason knows the earlier ones."""
+    text = next((event.text for event in reversed(events) if event.text), "")
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def because(reason: str) -> str:
+    return f" ({reason.strip().rstrip('.')})" if reason else ""

@@ -1,0 +1,296 @@
+"""What one device's part of a trace shows in its steady state, in the terms that causes are judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from draftline.signal.judge.breaks import find_breaks, split_at
+from draftline.signal.judge.phases import PAUSES, Phase, find_phases, steady_windows
+from draftline.signal.judge.shape import MIB, Shape, counted, find_shape
+from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
+
+# The allocator's own figures are exact: what moves by less is one small segment.
+ALLOCATOR_TOLERANCE_BYTES = 2 * MIB
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One device: its `samples` (driver), `steps` (counters) and `snapshots`, whichever there are."""
+
+    device: str
+    trace: Trace
+    samples: Samples | None
+    steps: Steps | None
+    snapshots: tuple[Snapshot, ...]
+
+    @property
+    def of_program(self) -> bool:
+        """Whether the program may use this device: no steps say that it uses others."""
+        return self.steps is not None or not self.trace.steps
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        return find_phases(self.trace, self.samples, self.steps)
+
+    @cached_property
+    def windows(self) -> list[tuple[float, float]]:
+        """The stretches of the steady state: of the run phases, between unmarked pauses."""
+        found = steady_windows(self.phases, self.steps)
+        return found if self.steps is None else split_at(found, self.steps, self.breaks)
+
+    @property
+    def program(self) -> Program:
+        return self.trace.program or Program()
+
+    @cached_property
+    def sampled_windows(self) -> list[tuple[float, float]]:
+        """The steady state for samples: one period less at each end, since a driver's reading and its
+        time are not of the same moment."""
+        if self.samples is None or len(self.samples.time_s) < 3:
+            return self.windows
+        period = float(np.median(np.diff(self.samples.time_s)))
+        return [(a + period, b - period) for a, b in self.windows if b - a > 2 * period]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Length of the steady state."""
+        return sum(stop - start for start, stop in self.windows)
+
+    @cached_property
+    def inside(self) -> npt.NDArray[np.bool_]:
+        """Which steps [n] lie, with their whole length, in the steady state; the first never does."""
+        if self.steps is None:
+            return np.zeros(0, bool)
+        times = self.steps.time_s
+        found = np.zeros(len(times), bool)
+        for start, stop in self.windows:
+            held = (times >= start) & (times <= stop)
+            found[1:] |= held[1:] & held[:-1]
+        return found
+
+    @cached_property
+    def breaks(self) -> npt.NDArray[np.bool_]:
+        """Which steps [n] had an unmarked pause in them."""
+        return np.zeros(0, bool) if self.steps is None else find_breaks(self.steps)
+
+    @property
+    def count(self) -> int:
+        """Steps in the steady state, those between two sparse records included."""
+        return int(self.between.sum()) if self.steps is not None else 0
+
+    @cached_property
+    def between(self) -> Column:
+        """Steps that each steady record stands for."""
+        assert self.steps is not None
+        return np.diff(self.steps.number, prepend=np.nan)[self.inside]
+
+    def known(self, name: str) -> bool:
+        return self.steps is not None and self.steps.known(name) is not None
+
+    def _growth(self, name: str) -> Column | None:
+        """Growth of a total up to each record [n] since the one before; NaN before it is first known.
+
+        An unknown record hands its growth on to the next known one; a counter that fell was reset, so
+        its new reading is its growth.
+        """
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None:
+            return None
+        at = np.maximum.accumulate(np.where(np.isfinite(column), np.arange(len(column)), -1))
+        filled = np.where(at >= 0, column[at], np.nan)
+        growth = np.diff(filled, prepend=np.nan)
+        reset: Column = np.where(growth < 0, filled.clip(min=0), growth)
+        return reset
+
+    def gained(self, name: str) -> Column:
+        """Growth of a total at each steady record; empty where it is unknown."""
+        growth = self._growth(name)
+        return np.empty(0) if growth is None else _finite(growth[self.inside])
+
+    def grown(self, name: str) -> float | None:
+        """Growth of a total over the steady state, None where it is unknown."""
+        growth = self.gained(name)
+        return float(growth.sum()) if len(growth) else None
+
+    def since_first(self, name: str) -> float | None:
+        """Growth of a total from the first record to the last, None where it is unknown."""
+        growth = self._growth(name)
+        return None if growth is None else float(np.nansum(growth))
+
+    def total(self, name: str) -> float | None:
+        """What a total counted over the whole run, pauses left out; None where it is unknown."""
+        growth = self._growth(name)
+        if growth is None or self.steps is None:
+            return None
+        column = self.steps.values[name]
+        first = float(column[np.isfinite(column)][0])
+        times = self.steps.time_s
+        before = np.r_[-np.inf, times[:-1]]
+        paused = np.zeros(len(times), bool)
+        for phase in self.phases:
+            if phase.name in PAUSES:
+                paused |= (times > phase.from_s) & (before < phase.to_s)
+        paused[0] = False
+        return first + float(np.nansum(np.where(paused, 0.0, growth)))
+
+    def steps_between(self, name: str) -> float:
+        """Steps from the first to the last steady record in which a level is known, pauses left out."""
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None or self.steps is None:
+            return 0.0
+        found = 0.0
+        for start, stop in self.windows:
+            times = self.steps.time_s
+            held = (times >= start) & (times <= stop) & self.inside & np.isfinite(column)
+            if held.any():
+                numbers = self.steps.number[held]
+                found += float(numbers[-1] - numbers[0])
+        return found
+
+    def level_growth(self, name: str) -> Column:
+        """Change of a level at each steady record; NaN where it is unknown."""
+        column = self.steps.known(name) if self.steps is not None else None
+        return np.empty(0) if column is None else np.diff(column, prepend=np.nan)[self.inside]
+
+    def level(self, name: str) -> Column:
+        """Readings of a level at the steady records."""
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None:
+            return np.empty(0)
+        return _finite(column[self.inside])
+
+    def events(self, kind: str, *, steady: bool = True) -> list[Event]:
+        """Events of this device, and those of none that are its program's, in the steady state or in the
+        whole trace."""
+        return [
+            event
+            for event in self.trace.events
+            if event.kind == kind
+            and (event.device == self.device or (event.device is None and self.of_program))
+            and (not steady or any(a <= event.time_s <= b for a, b in self.windows))
+        ]
+
+    def _shape(self, name: str) -> Shape:
+        column = self.steps.known(name) if self.steps is not None else None
+        if column is None or self.steps is None:
+            return Shape("unknown", f"{name} is not recorded")
+        kept = np.where(self.inside, column, np.nan)
+        return find_shape(self.steps.time_s, kept, self.windows, ALLOCATOR_TOLERANCE_BYTES)
+
+    @cached_property
+    def seen(self) -> Shape:
+        """Of the device's memory as the driver sees it."""
+        if self.samples is None:
+            return Shape("unknown", "the device was not sampled")
+        return find_shape(self.samples.time_s, self.samples.used_bytes, self.sampled_windows)
+
+    @cached_property
+    def held(self) -> Shape:
+        """Of what the caching allocator holds."""
+        return self._shape("reserved_bytes")
+
+    @cached_property
+    def floor(self) -> Shape:
+        """Of what tensors occupy between two steps."""
+        return self._shape("allocated_bytes")
+
+    @cached_property
+    def others(self) -> tuple[Shape, int | None] | None:
+        """The memory of the other process that moves most, and its id; where processes are hidden, the
+        device's own while this program's allocator stands still, and None. None where it cannot be told."""
+        samples = self.samples
+        if samples is None:
+            return None
+        pids = samples.by_process
+        own = pids.get(self.program.pid or -1)
+        if own is not None:
+            # Where this program is not in the list, the list was not to be had.
+            told = np.isfinite(own)
+            times = samples.time_s[told]
+            shapes = [
+                (find_shape(times, np.nan_to_num(column[told]), self.sampled_windows), pid)
+                for pid, column in pids.items()
+                if pid != self.program.pid
+            ]
+            moving = [s for s in shapes if s[0].kind not in ("flat", "unknown") or s[0].cycles]
+            return max(moving, key=lambda s: s[0].range_bytes, default=None)
+        held = self.steps.known("reserved_bytes") if self.steps is not None else None
+        if held is None or self.steps is None:
+            return None
+        at = np.searchsorted(self.steps.time_s, samples.time_s, side="right") - 1
+        rest = samples.used_bytes - np.where(at >= 0, held[at], np.nan)
+        shape = find_shape(samples.time_s, rest, self.sampled_windows)
+        # A sample may come before the step's record of what it sees: short excursions say nothing.
+        return None if shape.kind in ("flat", "unknown") else (shape, None)
+
+    @cached_property
+    def kept_by_pauses(self) -> Column:
+        """Bytes that tensors occupy more after each pause than before it, the first pause left out."""
+        column = self.steps.known("allocated_bytes") if self.steps is not None else None
+        if column is None or self.steps is None:
+            return np.empty(0)
+        times = self.steps.time_s
+        ends = []
+        for start, stop in self.windows:
+            level = _finite(column[(times >= start) & (times <= stop)])
+            if len(level):
+                ends.append((float(level[0]), float(level[-1])))
+        return np.array([after[0] - before[1] for before, after in pairwise(ends)][1:])
+
+    @cached_property
+    def pauses(self) -> list[str]:
+        """What interrupted the steps, in words; empty where nothing did."""
+        runs = [phase for phase in self.phases if phase.name == "run"]
+        begun = -np.inf if self.steps is None else float(self.steps.time_s[0])
+        marked = [
+            phase
+            for phase in self.phases
+            if phase.name in PAUSES
+            and runs
+            and max(begun, runs[0].from_s) <= phase.from_s < runs[-1].from_s
+        ]
+        found = []
+        for name in PAUSES:
+            lengths = [phase.seconds for phase in marked if phase.name == name]
+            if lengths:
+                noun = "evaluation" if name == "evaluate" else name
+                found.append(f"{counted(len(lengths), noun)} of about {np.median(lengths):.1f} s")
+        if not marked and self.steps is not None:
+            times = self.steps.time_s
+            running = np.zeros(len(times), bool)
+            for phase in self.phases:
+                if phase.name == "run":
+                    running |= (times > phase.from_s) & (times <= phase.to_s)
+            length = np.diff(times, prepend=np.nan)[self.breaks & running]
+        else:
+            length = np.empty(0)
+        if (count := len(length)) >= 2:
+            found.append(
+                f"{count} regular breaks of about {np.median(length):.1f} s that nobody marked, as "
+                "evaluations or checkpoints make"
+            )
+        return found
+
+
+def _finite(column: Column) -> Column:
+    found: Column = column[np.isfinite(column)]
+    return found
+
+
+def gather(trace: Trace) -> list[Evidence]:
+    """The evidence of every device of a trace."""
+    return [
+        Evidence(
+            device=name,
+            trace=trace,
+            samples=next((s for s in trace.samples if s.device == name), None),
+            steps=next((s for s in trace.steps if s.device == name), None),
+            snapshots=tuple(s for s in trace.snapshots if s.device == name),
+        )
+        for name in trace.devices
+    ]

@@ -1,0 +1,1 @@
+"""Watching a run, a process or a command while it goes on."""

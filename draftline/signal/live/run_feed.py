@@ -1,0 +1,167 @@
+"""Follows a run directory, or one recording, while its program writes it or after it has ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftline.errors import ConfigError
+from draftline.signal.live.processes import PROC, began_s, identify
+from draftline.signal.readers.assemble import assemble
+from draftline.signal.readers.recording import RecordingTail
+from draftline.signal.trace import Event, Trace
+
+_SILENT_S = 5.0  # a process that is gone and wrote nothing for so long has ended
+_LOOK_S = 2.0  # how often the directory is searched for files
+_CATCH_UP_S = 1.0  # spent in one poll on what was written before
+
+
+class RunFeed:
+    """What the files of `path` say: `signal*.jsonl`, `events.jsonl` and `metrics.jsonl` of a directory,
+    or one JSONL file. Files that are cut short, replaced or appear later are followed.
+
+    Raises ConfigError where there is nothing to follow.
+    """
+
+    def __init__(self, path: Path, proc: Path = PROC) -> None:
+        self.path = path
+        self.metrics: Mapping[str, Any] = {}
+        self.notes: list[str] = []
+        self._proc = proc
+        self._tails: dict[Path, RecordingTail] = {}
+        self._look_at_s = 0.0
+        self._heard_s: float | None = None
+        self._ended: str | None = None
+        self._pid: int | None = None
+        self._started_s = math.nan
+        self._program = ""
+        self._find()
+        if not self._tails:
+            what = "is empty of recordings" if path.is_dir() else "is not there"
+            raise ConfigError(
+                f"{path} {what}: wanted a run directory with signal.jsonl, events.jsonl or "
+                "metrics.jsonl, or such a file; it appears once the run has started. A program without "
+                "a recording is watched with draftline watch --pid PID"
+            )
+
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(64).lstrip()
+            if head and not head.startswith(b"{"):
+                raise ConfigError(
+                    f"{path} is no recording that can be followed (JSON lines); draftline diagnose "
+                    "reads other files"
+                )
+
+    @property
+    def title(self) -> str:
+        return self._program or self.path.name
+
+    @property
+    def no_devices(self) -> str:
+        return "no device memory is recorded"
+
+    def compiling(self) -> list[tuple[str, float]]:
+        return []  # a recording tells of compiles when they have ended
+
+    def _find(self) -> None:
+        if self.path.is_dir():
+            found = sorted(self.path.glob("signal*.jsonl"))
+            found += [
+                p for name in ("events", "metrics") if (p := self.path / f"{name}.jsonl").is_file()
+            ]
+        else:
+            found = [self.path] if self.path.is_file() else []
+        for path in found:
+            if path not in self._tails:
+                self._tails[path] = RecordingTail(path)
+
+    def poll(self, now_s: float) -> list[Event]:
+        """What the files gained since the last call, as events; `now_s` is unix time."""
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            self._find()
+        events = []
+        deadline_s = time.monotonic() + _CATCH_UP_S
+        for tail in self._tails.values():
+            while rows := tail.poll():
+                self._heard_s = now_s if self._heard_s is not None else self._written_s()
+                for row in rows:
+                    events += self._take(row)
+                if time.monotonic() > deadline_s:
+                    break
+        return events
+
+    def _written_s(self) -> float:
+        return max(_modified_s(path) for path in self._tails)
+
+    def _take(self, row: Mapping[str, Any]) -> list[Event]:
+        kind, event, time_s = row.get("kind"), row.get("event"), row.get("time_s")
+        at_s = float(time_s) if isinstance(time_s, (int, float)) else math.nan
+        if kind == "start":
+            pid = row.get("pid")
+            self._pid = pid if isinstance(pid, int) else None
+            self._started_s, self._program = at_s, str(row.get("program") or "")
+            self._ended = None
+        elif (told := event_of(row)) is not None:
+            return [told]
+        elif kind == "phase" and row.get("phase") == "end":
+            self._ended = "the program has ended"
+        elif kind is None and event == "start":
+            self._ended = None
+        elif kind is None and event == "end":
+            self._ended = "the run has ended"
+        elif kind is None and event == "failed":
+            why = str(row.get("error") or "no reason is given")
+            self._ended = "the run has failed"
+            return [Event(at_s if math.isfinite(at_s) else 0.0, "error", why)]
+        elif kind is None and "step_ms" in row:
+            self.metrics = row
+        return []
+
+    def trace(self) -> Trace:
+        """The run so far, its latest part where it is long."""
+        return assemble([tail.part() for tail in self._tails.values()])
+
+    def ended(self, now_s: float) -> str | None:
+        """How the run ended, in words; None while it may go on."""
+        if self._ended is not None:
+            return self._ended
+        silent_s = now_s - (self._heard_s if self._heard_s is not None else now_s)
+        if self._pid is not None and silent_s > _SILENT_S and not self._runs():
+            return f"its process ({self._pid}) has ended"
+        return None
+
+    def _runs(self) -> bool:
+        """Whether the recording's process is still there, and not another one with its number."""
+        assert self._pid is not None
+        try:
+            began = began_s(identify(self._pid, self._proc), self._proc)
+        except ConfigError:
+            return False
+        return began is None or math.isnan(self._started_s) or began <= self._started_s + 1.0
+
+
+def event_of(row: Mapping[str, Any]) -> Event | None:
+    """The event that a line of a recording tells; None where it is another kind of line."""
+    time_s, device, seconds = row.get("time_s"), row.get("device"), row.get("seconds")
+    if row.get("kind") != "event" or not isinstance(time_s, (int, float)):
+        return None
+    return Event(
+        float(time_s),
+        str(row.get("event")),
+        str(row.get("text") or ""),
+        None if device is None else str(device),
+        float(seconds) if isinstance(seconds, (int, float)) else None,
+    )
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return -math.inf

@@ -1,0 +1,156 @@
+"""What is known of one watched program, judged now and then, as views and alerts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from draftline.signal.judge.verdict import Verdict, judge
+from draftline.signal.live.alerts import Alerts
+from draftline.signal.live.view import WIDEST_ROW, View, device_rows, duration, lines, plain, rate
+from draftline.signal.trace import Event, Trace
+
+_JUDGE_S = 2.0
+_JUDGE_SHARE = 0.05  # of the time that judging may take
+_FAULT = 3  # a verdict's exit code for a fault, or memory that is not flat
+_WIDE = 2000  # a summary's lines are as long as they need to be
+# What the line about compiles counts.
+_COUNTED = {
+    "compile": "compile",
+    "recompile": "recompile",
+    "graph_break": "graph break",
+    "recompile_limit": "recompile limit",
+    "capture": "capture",
+    "capture_skip": "refused capture",
+}
+_WORST = ("error", "oom", "eager_flex", "recompile_limit", "storm", "recompile", "graph_break")
+
+
+class Feed(Protocol):
+    """Where a watcher's knowledge comes from."""
+
+    metrics: Mapping[str, Any]
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def no_devices(self) -> str: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    def compiling(self) -> list[tuple[str, float]]: ...
+
+    def poll(self, now_s: float) -> list[Event]: ...
+
+    def trace(self) -> Trace: ...
+
+    def ended(self, now_s: float) -> str | None: ...
+
+
+class Watch:
+    """What is known of one watched program: polls its feed, judges now and then, makes views."""
+
+    def __init__(
+        self, feed: Feed, now_s: float, judging: Callable[[Trace], Verdict] = judge
+    ) -> None:
+        self.feed = feed
+        self.alerts = Alerts()
+        self.verdict: Verdict | None = None
+        self._judging = judging
+        self._began_s = now_s
+        self._judge_at_s = now_s
+        self._trace = Trace()
+        self._counts: Counter[str] = Counter()
+        self._compile_s = 0.0
+
+    def poll(self, now_s: float) -> list[str]:
+        """Takes in what is new; the lines to say about it."""
+        said = self.take(self.feed.poll(now_s))
+        return said + self.judge(now_s) if now_s >= self._judge_at_s else said
+
+    def take(self, events: Iterable[Event]) -> list[str]:
+        """Counts events and gives the lines to say about them."""
+        said: list[str] = []
+        for event in events:
+            self._counts[event.kind] += 1
+            if event.kind == "compile":
+                self._compile_s += event.seconds or 0.0
+            said += self.alerts.take(event)
+        return said
+
+    def judge(self, now_s: float) -> list[str]:
+        """Judges what is known now; the line to say where the judgement changed."""
+        began_s = time.monotonic()
+        self._trace = self.feed.trace()
+        before, self.verdict = self.verdict, self._judging(self._trace)
+        spent_s = time.monotonic() - began_s
+        self._judge_at_s = now_s + max(_JUDGE_S, spent_s / _JUDGE_SHARE)
+        if self.verdict.verdict == "unknown" or _signature(before) == _signature(self.verdict):
+            return []
+        return self.alerts.take(Event(now_s, "verdict", self.verdict.line))
+
+    @property
+    def exit_code(self) -> int:
+        """3 where the last verdict is a fault or memory that is not flat, else 0."""
+        return _FAULT if self.verdict is not None and self.verdict.exit_code == _FAULT else 0
+
+    def view(self, now_s: float, ended: str | None = None) -> View:
+        """What there is to see now."""
+        verdict = self.verdict
+        shapes = {d.device: d.shape for d in verdict.devices} if verdict else {}
+        return View(
+            title=self.feed.title,
+            state=ended or f"watched for {duration(now_s - self._began_s)}",
+            devices=device_rows(self._trace, shapes),
+            no_devices=self.feed.no_devices,
+            rate=rate(self._trace, self.feed.metrics),
+            compiles=self._compiles(now_s),
+            verdict=self._state(),
+            fault=self.exit_code == _FAULT,
+            alerts=tuple(a for a in self.alerts.latest if a.kind != "verdict"),
+            notes=tuple(self.feed.notes),
+        )
+
+    def _state(self) -> str:
+        """The verdict in one line; where it has no device to judge, the worst that was told."""
+        if self.verdict is None:
+            return "no verdict yet"
+        known = self.alerts.known.values()
+        worst = next((a for kind in _WORST for a in known if a.kind == kind), None)
+        if self.verdict.devices or worst is None:
+            return self.verdict.line
+        return f"{self.verdict.line}; {worst.words}"
+
+    def _compiles(self, now_s: float) -> str | None:
+        words = [
+            f"compiling {name} for {duration(now_s - since_s)}"
+            for name, since_s in self.feed.compiling()
+        ]
+        for kind, name in _COUNTED.items():
+            if count := self._counts[kind]:
+                took = (
+                    f" in {self._compile_s:.1f} s" if kind == "compile" and self._compile_s else ""
+                )
+                words.append(f"{count} {name}{'s' if count > 1 else ''}{took}")
+        return ", ".join(words) or None
+
+    def summary(self, now_s: float, ended: str, columns: int = WIDEST_ROW) -> list[str]:
+        """The last view in full, with every alert, for a terminal of so many columns."""
+        view = self.view(now_s, ended)
+        shown = [
+            plain(line) for line in lines(view, _WIDE, row_width=columns, alerts=0, verdict_lines=1)
+        ]
+        shown[0] = f"{view.title}: {ended}"
+        known = sorted(self.alerts.known.values(), key=lambda alert: alert.last_s)
+        return shown + [f"  {alert.line}" for alert in known if alert.kind != "verdict"]
+
+
+def _signature(verdict: Verdict | None) -> object:
+    """What must change for a verdict to be another one; numbers move all the time."""
+    if verdict is None:
+        return None
+    return [(d.device, d.shape, [c.cause for c in d.causes]) for d in verdict.devices]

@@ -1,0 +1,1 @@
+"""Reports of a run, and two runs side by side."""

@@ -1,0 +1,1 @@
+"""Files of any kind to a Trace."""

@@ -1,0 +1,163 @@
+"""Reads recordings of GPU memory in every format that is known, told apart by what they hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from draftline.errors import ConfigError
+from draftline.signal.readers import collector, dmon, smi, smi_table, snapshot
+from draftline.signal.readers.assemble import assemble
+from draftline.signal.readers.columns import Role
+from draftline.signal.readers.recording import RecordingTail, read_recording
+from draftline.signal.readers.rows import Part
+from draftline.signal.readers.screen import without_colours
+from draftline.signal.readers.textfile import TextFile, clean
+from draftline.signal.trace import Trace
+
+__all__ = ["FORMATS", "RecordingTail", "read_trace"]
+
+FORMATS = (
+    "a recording of draftline.signal or one JSON object a step (JSON lines), a draftline run "
+    "directory, `nvidia-smi --query-gpu=... --format=csv` or --query-compute-apps, `nvidia-smi dmon` "
+    "or pmon, plain `nvidia-smi` logged in a loop, a PyTorch memory snapshot; also as .gz or .xz"
+)
+# What is read of a directory. Each rank of a program may have a recording of its own.
+_OF_A_RUN = re.compile(r"(?:signal(?:[-_.].*)?|events|metrics)\.jsonl(?:\.gz|\.xz)?")
+_HEAD_BYTES = 1 << 16
+_LOOKED_AT, _MOST_LOOKED_AT = 400, 1_000_000  # lines that tell the format
+_BLANK = b"\0 \t\r\n"
+# Others that people give, by how they begin, and what to do with them.
+_OTHERS: tuple[tuple[bytes, str], ...] = (
+    (b"BZh", "a bzip2 archive; unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive; unpack it first"),
+    (b"PK\x03\x04", "a zip archive (torch.save writes one); it holds no recording"),
+    (b"SQLite format 3", "an SQLite database (of a profiler?)"),
+    (b"\x7fELF", "a program"),
+    (b"\x89PNG", "a picture"),
+    (b"%PDF", "a PDF"),
+    (b"<?xml", "XML (nvidia-smi -q -x?); record with --query-gpu=... --format=csv"),
+    (b"==============NVSMI", "the long form of nvidia-smi -q; record with --query-gpu=..."),
+    (b"<", "HTML or XML"),
+)
+
+
+def read_trace(paths: Sequence[Path]) -> Trace:
+    """Everything that the files of one run tell, on one clock and by the driver's device indices.
+
+    A run directory stands for the recording and logs in it. What was mended, guessed or left out is
+    in the notes. Raises ConfigError for no file, and for one that is missing, empty, unreadable,
+    hostile or of no known format.
+    """
+    if not paths:
+        raise ConfigError(f"no file was given to read; what can be read: {FORMATS}")
+    parts: list[Part] = []
+    notes: list[str] = []
+    seen: set[Path] = set()
+    header: Sequence[Role] | None = None
+    for path in (file for given in paths for file in _files_of(given)):
+        real = path.resolve()
+        if real in seen:
+            notes.append(f"{path} was given twice and read once")
+            continue
+        seen.add(real)
+        part, header = _read(path, header)
+        part.source = str(path)
+        parts.append(part)
+    parts.sort(key=lambda part: part.kind != "recording")
+    trace = assemble(parts)
+    if not trace.devices:
+        raise ConfigError(
+            f"{', '.join(str(p) for p in paths)} holds no memory reading and no step"
+            f"{': ' if trace.notes else ''}{'; '.join(trace.notes)}; what can be read: {FORMATS}"
+        )
+    return replace(trace, notes=(*notes, *trace.notes))
+
+
+def _files_of(path: Path) -> list[Path]:
+    try:
+        is_directory = path.is_dir()
+    except (OSError, ValueError):
+        is_directory = False
+    if not is_directory:
+        return [path]
+    try:
+        found = [file for file in sorted(path.iterdir()) if _OF_A_RUN.fullmatch(file.name)]
+        # A run that has just begun has its files, but nothing in them.
+        filled = [file for file in found if file.is_file() and file.stat().st_size]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    if not filled:
+        raise ConfigError(
+            f"{path} is a directory without signal.jsonl, events.jsonl and metrics.jsonl, or they are "
+            f"empty; name a run directory or a file; what can be read: {FORMATS}"
+        )
+    return filled
+
+
+def _read(path: Path, header: Sequence[Role] | None) -> tuple[Part, Sequence[Role] | None]:
+    text = TextFile(path)
+    head = text.head(_HEAD_BYTES)
+    if snapshot.looks_like(head):
+        found, notes = snapshot.read_snapshot(path)
+        return Part(path.name, "snapshot", snapshots=found, notes=notes), header
+    kind = _kind_of(TextFile(path).lines())
+    if kind == "recording":
+        part = read_recording(text)
+    elif kind == "monitor":
+        part = dmon.MonitorReader(path.name).read(text.lines(whole=True))
+    elif kind == "table":
+        part = smi_table.TableReader(path.name).read(text, clean(head.replace(b"\0", b"")))
+    elif kind == "query":
+        reader = smi.QueryReader(path.name, header)
+        part = reader.read(text.lines(whole=True))
+        header = reader.header or header
+    elif not head.strip(_BLANK):
+        raise ConfigError(f"{path} is empty; record for a few minutes of steady steps first")
+    else:
+        raise ConfigError(f"{path} looks like {_describe(head)}; what can be read: {FORMATS}")
+    part.notes += text.notes()
+    return part, header
+
+
+_RECOGNISED: tuple[tuple[str, Callable[[str], bool], int], ...] = (
+    # A line of the first three cannot be anything else; a row of numbers can. Of a monitor's lines
+    # only headers are told apart.
+    ("recording", collector.recognises, 8),
+    ("monitor", dmon.recognises, _LOOKED_AT),
+    ("table", smi_table.recognises, 8),
+    ("query", smi.recognises, 1),
+)
+
+
+def _kind_of(lines: Iterable[str]) -> str | None:
+    """The format for which most lines speak, of the first that are known and those that follow."""
+    votes = dict.fromkeys((kind for kind, _, _ in _RECOGNISED), 0)
+    last = _MOST_LOOKED_AT
+    for n, line in enumerate(filter(str.strip, lines)):
+        if n >= last:
+            break
+        plain = without_colours(line)
+        for kind, recognises, weight in _RECOGNISED:
+            if recognises(plain):
+                votes[kind] += weight
+                last = min(last, n + _LOOKED_AT)
+                break
+    best = max(votes, key=lambda kind: votes[kind])
+    return best if votes[best] else None
+
+
+def _describe(head: bytes) -> str:
+    for magic, what in _OTHERS:
+        if head.startswith(magic):
+            return what
+    sample = head[:4096]
+    odd = sum(byte < 9 or 13 < byte < 32 for byte in sample)
+    if odd * 20 > len(sample):
+        return "binary data"
+    first = next(iter(clean(head).strip().splitlines()), "")[:60]
+    if first[:1] in "[{":
+        return "a JSON document, not one JSON object a line"
+    return f"text that begins with {first!r}"

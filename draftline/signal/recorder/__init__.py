@@ -1,0 +1,1 @@
+"""What a running program tells of itself, and the driver of its devices."""

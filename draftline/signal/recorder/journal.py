@@ -1,0 +1,126 @@
+"""The lines of a recording (format 1) on their way to the file, and the latest of them in memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftline.signal.recorder.lines import LineFile
+from draftline.signal.recorder.nvml import Reading
+from draftline.signal.recorder.recent import Recent
+from draftline.signal.recorder.thinning import Thinning
+from draftline.signal.trace import Event, Trace
+
+_MOST_EVENTS = 2000  # of a kind that are written; the counters go on counting
+
+
+class Journal:
+    """Writes what it is given to `path`, in the background, and keeps the latest part as a Trace.
+    Raises ConfigError where the file cannot be opened, and nothing later."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = LineFile(path)
+        self._recent = Recent()
+        self._thinning: dict[tuple[str, str], Thinning] = {}
+        self._events: dict[str, int] = {}
+
+    def start(
+        self,
+        program: str,
+        expects: Sequence[str],
+        devices: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        *,
+        pid: int | None = None,
+    ) -> None:
+        """The program, at the beginning of its recording; this process unless `pid` is another."""
+        line = {
+            "kind": "start",
+            "format": 1,
+            "time_s": _rounded(time.time()),
+            "pid": os.getpid() if pid is None else pid,
+            "program": program,
+            "expects": list(expects),
+            "devices": devices,
+            "facts": facts,
+        }
+        self._recent.program(line)
+        self.file.add(line)
+
+    def facts(self, devices: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """What became known of the program after its start: devices, another stance."""
+        line = {
+            "kind": "facts",
+            "time_s": _rounded(time.time()),
+            "devices": devices,
+            "facts": facts,
+        }
+        self._recent.program(line)
+        self.file.add(line)
+
+    def phase(self, name: str) -> None:
+        now_s = _rounded(time.time())
+        self._recent.event(Event(now_s, "phase", name))
+        self.file.add({"kind": "phase", "time_s": now_s, "phase": name})
+
+    def event(self, event: Event) -> None:
+        self._recent.event(event)
+        written = self._events[event.kind] = self._events.get(event.kind, 0) + 1
+        if written > _MOST_EVENTS:
+            return
+        self.file.add(
+            {
+                "kind": "event",
+                "time_s": _rounded(event.time_s),
+                "event": event.kind,
+                "device": event.device,
+                "text": event.text,
+                "seconds": None if event.seconds is None else _rounded(event.seconds),
+            }
+        )
+
+    def step(
+        self, device: str, number: int, wall_s: float | None, values: Mapping[str, float]
+    ) -> None:
+        """A step that has just ended on a device."""
+        line = {
+            "kind": "step",
+            "time_s": _rounded(time.time()),
+            "device": device,
+            "step": number,
+            "wall_ms": None if wall_s is None else round(wall_s * 1000, 3),
+            **values,
+        }
+        self._recent.step(line)
+        self._add(line)
+
+    def sample(self, reading: Reading) -> None:
+        self._recent.sample(reading)
+        processes = reading.processes
+        told = None if processes is None else {str(p): held for p, held in processes.items()}
+        self._add(
+            {
+                "kind": "device",
+                "time_s": _rounded(reading.time_s),
+                "device": reading.device,
+                "used_bytes": reading.used_bytes,
+                "total_bytes": reading.total_bytes,
+                "util_pct": reading.util_pct,
+                "processes": told,
+            }
+        )
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        thinning = self._thinning.setdefault((line["kind"], line["device"]), Thinning())
+        if thinning.keeps(line):
+            self.file.add(line)
+
+    def trace(self) -> Trace:
+        return self._recent.trace(str(self.file.path))
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 4)

@@ -1,0 +1,348 @@
+"""The page about a run: what is on it, that it is whole without a network, and harmless."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, write_run
+
+from draftline.errors import ConfigError
+from draftline.signal.pages.report import write_report
+
+HOSTILE = (
+    "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
+    "<a href='javascript:alert(1)'>x</a>\u202e\ud800\x00"
+)
+
+
+class Page(HTMLParser):
+    """A report taken apart: its text, its figures, its scripts, and what it refers to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.html = path.read_text(encoding="utf-8")
+        self.words: list[str] = []
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.scripts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self._open: tuple[str, dict[str, str | None]] = ("", {})
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open = (tag, dict(attrs))
+        self.tags.append(self._open)
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self._open
+        if tag == "script" and attributes.get("type") == "application/json":
+            self.figures[str(attributes["id"])] = json.loads(data)
+        elif tag == "script":
+            self.scripts.append(data)
+        elif tag != "style":
+            self.words.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ("", {})
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def curves(self) -> list[str]:
+        return [line["name"] for figure in self.figures.values() for line in figure["data"]]
+
+
+def report(run: Path | list[Path], tmp_path: Path) -> Page:
+    out = tmp_path / "report.html"
+    write_report(run, out)
+    return Page(out)
+
+
+def test_a_whole_run_has_everything(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "my-run"), tmp_path)
+    assert page.text.index("Healthy: memory is flat") < page.text.index("Memory of GPU 0")
+    assert page.curves == [
+        "whole device",
+        "held by PyTorch",
+        "tensors",
+        "peak of a step",
+        "Loss",
+        "Accept length",
+        "drafters work",
+        "drafters wait for features",
+        "targets",
+        "drafters",
+        "rows a second",
+    ]
+    for said in (
+        "my-run",
+        "torch 2.11.0",
+        "load (4.0 s), warm (6.0 s), run (40 s)",
+        "fallback",
+        "no wheel",
+        "cache hit",
+        "drafter-0 step",
+        "580.159.04",
+        "NVIDIA H200, 140.0 GiB",
+        "OMP_NUM_THREADS",
+        "train.learning_rate",
+        "All 7 settings",
+    ):
+        assert said in page.text, said
+    bands = page.figures["figure-1"]["layout"]["shapes"]
+    assert [band["x0"] for band in bands] == [0, 4, 10]
+
+
+def test_a_fault_is_said_in_words_and_its_moments_are_marked(tmp_path: Path) -> None:
+    def faulty(row: Row) -> Row:
+        if row["kind"] == "phase" and row["phase"] == "end":
+            row |= {"kind": "event", "event": "recompile", "text": "L['n'] == 8", "device": "0"}
+            row["time_s"] = START_S + RUN_AT_S + 20
+        return recompiling(row)
+
+    page = report(write_run(tmp_path / "a", signal=faulty), tmp_path)
+    assert "Fault: it compiles again while it runs" in page.text
+    assert "L['n'] == 8" in page.text
+    marks = page.figures["figure-1"]["data"][-1]
+    assert (marks["name"], marks["x"]) == ("recompile", [30.0])
+    # A movement of 1 GiB at 20 GiB is shown close up first, and the button leads back.
+    low, high = page.figures["figure-1"]["layout"]["yaxis"]["range"]
+    assert 0 < low < high
+    assert "Show from zero" in page.text
+
+
+def test_figures_are_valid_for_plotly(tmp_path: Path) -> None:
+    from plotly.graph_objects import Figure
+
+    page = report(write_run(tmp_path / "a", signal=recompiling), tmp_path)
+    for figure in page.figures.values():
+        named = re.sub(r'"--[\w-]+"', '"#123456"', json.dumps(figure))
+        Figure(json.loads(named))
+    assert len(page.figures) == 6
+
+
+def test_colours_of_figures_are_defined_in_both_themes(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a"), tmp_path)
+    used = set(re.findall(r'"(--[\w-]+)"', json.dumps(page.figures)))
+    assert {"--series-1", "--band-warm", "--surface"} <= used
+    for name in used:
+        assert len(re.findall(rf"{name}: ", page.html)) == 2, name
+
+
+def test_the_page_is_whole_without_a_network_and_runs_only_its_own_scripts(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a"), tmp_path)
+    assert len(page.scripts) == 2
+    assert page.scripts[0].lstrip().startswith("/**\n* plotly.js")
+    for tag, attributes in page.tags:
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith("#"), tag
+    policy = next(a["content"] for t, a in page.tags if t == "meta" and "http-equiv" in a)
+    digests = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in page.scripts
+    ]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert re.findall(r"'sha256-([^']+)'", policy) == digests
+
+
+def hostile_run(folder: Path) -> Path:
+    def signal(row: Row) -> Row:
+        if row["kind"] == "start":
+            row |= {"program": HOSTILE, "facts": {HOSTILE: HOSTILE, "versions": {HOSTILE: HOSTILE}}}
+            row["facts"] |= {"variables": {"X": HOSTILE}, "gpus": [{"index": "0", "name": HOSTILE}]}
+        if row["kind"] == "phase" and row["phase"] == "warm":
+            row["phase"] = HOSTILE
+        if row["kind"] == "phase" and row["phase"] == "end":
+            row |= {"kind": "event", "event": "recompile", "text": HOSTILE, "device": None}
+        return row
+
+    def events(row: Row) -> Row:
+        return {
+            key: HOSTILE if isinstance(value, str) and key != "event" else value
+            for key, value in row.items()
+        } | ({"argv": [HOSTILE]} if row["event"] == "start" else {})
+
+    config = json.dumps({HOSTILE[:40]: HOSTILE.replace("\ud800", "")})
+    run = write_run(folder, signal=signal, events=events, config=config)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time_s": START_S, "event": "failed", "error": HOSTILE}) + "\n")
+    return run
+
+
+def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
+    page = report(hostile_run(tmp_path / "<img src=x onerror=alert(1)>"), tmp_path)
+    assert len(page.scripts) == 2
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
+    links = [a["href"] for tag, a in page.tags if tag == "a"]
+    assert all(link is not None and link.startswith("#") for link in links)
+    assert page.text.count("<script>document.title=") > 8
+    assert "\u202e" not in page.html
+    assert "\x00" not in page.html
+    for figure in page.figures.values():
+        for line in figure["data"]:
+            assert "<script" not in "".join(line.get("text", []))
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_browser_draws_a_hostile_run_and_runs_nothing_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    write_report(hostile_run(tmp_path / "a"), out)
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+        "--disable-background-networking --disable-component-update --virtual-time-budget=5000"
+    )
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            *flags.split(),
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            out.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "<title>a - draftline report</title>" in done.stdout
+    assert done.stdout.count('class="nsewdrag drag"') == 6
+    drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+    assert "&lt;img src=x" in drawn
+    assert "<img src" not in drawn
+
+
+def test_metrics_alone(tmp_path: Path) -> None:
+    without = ["signal.jsonl", "events.jsonl", "config.yaml"]
+    page = report(write_run(tmp_path / "a", without=without), tmp_path)
+    assert "No GPU memory to judge: the run used no GPU" in page.text
+    assert "Loss" in page.curves
+    assert "This run has no signal.jsonl." in page.text
+
+
+def test_a_log_without_dates_has_its_own_clock(tmp_path: Path) -> None:
+    def undated(row: Row) -> Row:
+        return {key: value for key, value in row.items() if key != "time_s"}
+
+    run = write_run(tmp_path / "a", metrics=undated, without=["signal.jsonl"])
+    page = report(run, tmp_path)
+    assert page.figures["figure-1"]["data"][0]["x"][0] == 0
+    assert page.figures["figure-1"]["data"][0]["x"][-1] == 39
+
+
+def test_a_recording_of_another_program(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a") / "signal.jsonl", tmp_path)
+    assert page.curves[:4] == ["whole device", "held by PyTorch", "tensors", "peak of a step"]
+    assert page.curves[4:] == ["everything else", "compiling", "tokens a second"]
+
+
+def test_a_table_of_nvidia_smi_and_steps_together(tmp_path: Path) -> None:
+    rows = [
+        f"2026/11/29 10:00:{second:02}.000, 0, {1000 + second} MiB, 5 %" for second in range(60)
+    ]
+    smi = tmp_path / "smi.csv"
+    smi.write_text(
+        "timestamp, index, memory.used [MiB], utilization.gpu [%]\n" + "\n".join(rows) + "\n"
+    )
+    page = report([smi], tmp_path)
+    assert page.curves == ["whole device"]
+    assert "2026-11-29 10:00:00" in page.text
+    assert "UTC" not in page.text
+    assert "reserved" not in page.text
+
+
+def test_other_programs_on_the_device_are_drawn(tmp_path: Path) -> None:
+    def shared(row: Row) -> Row:
+        if row["kind"] == "device":
+            row["processes"] = {"77": row["used_bytes"] - 3 * GIB, "99": 2 * GIB, "98": GIB}
+        return row
+
+    page = report(write_run(tmp_path / "a", signal=shared), tmp_path)
+    others = page.figures["figure-1"]["data"][1]
+    assert others["name"] == "other programs"
+    assert set(others["y"]) == {3.0}
+
+
+def test_a_long_recording_is_thinned_and_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "long"
+    folder.mkdir()
+    with (folder / "signal.jsonl").open("w") as file:
+        for step in range(12_000):
+            row = {
+                "kind": "step",
+                "time_s": START_S + step * STEP_S,
+                "device": "0",
+                "step": step,
+                "wall_ms": 250.0,
+                "reserved_bytes": (40 if step == 7_001 else 20) * GIB,
+            }
+            file.write(json.dumps(row) + "\n")
+    page = report(folder, tmp_path)
+    held = page.figures["figure-1"]["data"][0]
+    assert len(held["x"]) <= 4000
+    assert max(held["y"]) == 40
+    assert "12,000 readings are drawn with 4,000 points" in page.text
+
+
+def test_time_begins_with_the_first_thing_known(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    steps = [
+        {
+            "kind": "step",
+            "time_s": START_S + second,
+            "device": "cpu",
+            "step": second,
+            "wall_ms": 1000.0,
+        }
+        for second in range(5, 40)
+    ]
+    event = {
+        "kind": "event",
+        "time_s": START_S + 1,
+        "event": "compile",
+        "text": "f",
+        "device": None,
+    }
+    text = "".join(json.dumps(row) + "\n" for row in [event, *steps])
+    (folder / "signal.jsonl").write_text(text)
+    page = report(folder, tmp_path)
+    assert page.figures["figure-1"]["data"][0]["x"][:2] == [4, 5]
+    assert "0.00 compile f" in page.text
+
+
+def test_a_failed_run_says_how_it_failed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    failed = {"time_s": START_S + 99, "event": "failed", "error": "RunError: non-finite loss"}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(failed) + "\n")
+    assert "The run failed: RunError: non-finite loss" in report(folder, tmp_path).text
+
+
+def test_where_a_report_may_be_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", without=["signal.jsonl"])
+    out = tmp_path / "report.html"
+    write_report(run, out)
+    write_report(run, out)
+    with pytest.raises(ConfigError, match="exists and is no report"):
+        write_report(run, run / "config.yaml")
+    assert "token_budget" in (run / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="is a directory"):
+        write_report(run, tmp_path)
+    with pytest.raises(ConfigError, match="no directory"):
+        write_report(run, tmp_path / "nowhere" / "x.html")
+    with pytest.raises(ConfigError, match="nothing"):
+        write_report(tmp_path / "nothing", out)

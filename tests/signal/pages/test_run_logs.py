@@ -1,0 +1,51 @@
+"""Logs as a training leaves them, whole and broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from recorded_runs import write_run
+
+from draftline.signal.pages.run_facts import read_run
+
+
+def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", without=["signal.jsonl"])
+    rows = [
+        {"time_s": 1.8e9 + i, "step": step, "loss": loss}
+        for i, (step, loss) in enumerate([(2, 9.0), (4, 8.0), (6, 7.0), (4, 5.0), (6, 4.0)])
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = read_run([folder]).metrics
+    assert metrics is not None
+    assert metrics.step.tolist() == [2, 4, 6]
+    assert metrics.columns["loss"].tolist() == [9.0, 5.0, 4.0]
+
+
+def test_what_is_no_number_is_unknown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", without=["signal.jsonl", "metrics.jsonl"])
+    lines = [
+        '{"step": 2, "seconds": 1.0, "loss": NaN, "x": 1e999}',
+        '{"step": 4, "seconds": 2.0, "loss": 3.5, "x": true, "y": ' + "9" * 400 + "}",
+        "[" * 100_000,
+        '{"step": 6, "seconds": 3.0, "lo',
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    run = read_run([folder])
+    metrics = run.metrics
+    assert metrics is not None
+    assert not metrics.dated
+    assert metrics.time_s.tolist() == [1.0, 2.0]
+    np.testing.assert_array_equal(metrics.columns["loss"], [np.nan, 3.5])
+    assert metrics.known("x") is None
+    assert metrics.known("y") is None
+    assert metrics.usual("loss") == 3.5
+    assert "metrics.jsonl: 2 lines are no JSON objects" in run.notes
+
+
+def test_a_broken_configuration_is_a_note(tmp_path: Path) -> None:
+    run = read_run([write_run(tmp_path / "a", config="a: [1,\nb: }")])
+    assert run.config == {}
+    assert any(note.startswith("config.yaml cannot be read") for note in run.notes)
