@@ -177,7 +177,10 @@ def test_a_foreign_program_that_compiles_again_and_again_is_found_out(tmp_path: 
     assert sum(row.get("event") == "recompile" for row in told) == 3
 
 
-def test_what_the_watcher_sets_for_itself_does_not_reach_the_program(tmp_path: Path) -> None:
+def test_what_the_watcher_sets_for_itself_does_not_reach_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)  # other tests run commands in this process
     done = run(
         tmp_path, "import os; print(os.environ.get('TQDM_DISABLE'), len(os.environ['PATH']))"
     )
