@@ -1,6 +1,6 @@
 """What is known of a program's GPU memory over time: device samples, step counters and events.
 
-Readers (`smi`, `recording`, `snapshot`) make a Trace, `verdict` judges one; neither needs torch.
+The readers and the recorder make a Trace, the judge judges one; none needs torch.
 Unknown is NaN or an absent column, never zero.
 """
 
@@ -56,7 +56,17 @@ EVENTS = (
     "error",
 )
 COMPILE_EVENTS = {"compile", "recompile", "graph_break", "recompile_limit", "eager_flex"}
-PHASES = ("load", "warm", "run", "evaluate", "checkpoint", "end")
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """`text` as it may be shown on a terminal: printable characters on one line, at most so many."""
+    shown = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * most]).split())
+    return shown if len(shown) <= most else shown[: most - 3] + "..."
+
+
+def device_name(device: str) -> str:
+    """A device for people: `GPU 3` for a driver's index, else its own name."""
+    return f"GPU {device}" if device.isdecimal() else device
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from draftline.signal.judge.evidence import Evidence
 from draftline.signal.judge.shape import MIB
-from draftline.signal.trace import Event
+from draftline.signal.trace import Event, one_line
 
 CAUSES = (
     "healthy",
@@ -68,8 +68,7 @@ def peak_over_floor(seen: Evidence) -> str:
 
 def last_text(events: Sequence[Event]) -> str:
     """What the last of them says, on one line: a later reason knows the earlier ones."""
-    text = next((event.text for event in reversed(events) if event.text), "")
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return one_line(next((event.text for event in reversed(events) if event.text), ""))
 
 
 def because(reason: str) -> str:

@@ -18,7 +18,7 @@ from draftline.signal.judge.memory_rules import (
 )
 from draftline.signal.judge.phases import PAUSES, Phase
 from draftline.signal.judge.shape import Shape, counted
-from draftline.signal.trace import Trace
+from draftline.signal.trace import Trace, device_name
 
 COUNTERS_NEEDED = (
     "record its counters: `from draftline import signal`, then `signal.mark_step()` after each step "
@@ -79,13 +79,18 @@ class Verdict:
         return {"fault": 3, "not_flat": 3, "unknown": 4}.get(self.verdict, 0)
 
     @property
+    def worst(self) -> DeviceVerdict:
+        """The device that the line speaks of; there must be one."""
+        return max(self.devices, key=lambda device: (bool(device.faults), not device.flat))
+
+    @property
     def line(self) -> str:
         """The judgement in one line."""
         if not self.devices:
             return "no device memory was recorded"
-        worst = max(self.devices, key=lambda d: (bool(d.faults), not d.flat))
+        worst = self.worst
         first = worst.causes[0]
-        where = f"GPU {worst.device}: " if worst.device.isdigit() else f"{worst.device}: "
+        where = f"{device_name(worst.device)}: "
         if worst.faults:
             return f"{where}{first.cause} ({first.confidence} confidence): {first.evidence}"
         if first.cause == "unknown":
@@ -234,7 +239,7 @@ def report_lines(verdict: Verdict) -> list[str]:
     """The verdict for a person, as `draftline diagnose` prints it."""
     lines = []
     for device in verdict.devices:
-        name = f"GPU {device.device}" if device.device.isdigit() else device.device
+        name = device_name(device.device)
         lines.append(f"{name}: {device.shape} - {device.words}")
         stretches = [f"{p.name} {p.seconds:.1f} s" for p in device.phases]
         if stretches:
