@@ -73,6 +73,7 @@ class Replayed:
         self._pool = pool
         self._generators = generators
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.replays = 0
 
     @property
     def captured(self) -> bool:
@@ -113,6 +114,7 @@ class Replayed:
     def __call__(self) -> None:
         if self._graph is not None:
             self._graph.replay()
+            self.replays += 1
         else:
             self._function()
 

@@ -132,13 +132,13 @@ class Crew(AbstractContextManager["Crew"]):
         Raises the first failure, with worker, device, step and activity, after the others ended or
         had their grace: RunError, or the error's own class where it is one of draftline's.
         """
-        while any(thread.is_alive() for thread in self._threads):
+        # What `look` finds may follow from a worker's failure, which is then what is raised.
+        while not self.stopping.is_set() and any(t.is_alive() for t in self._threads):
             look()
             self._check_progress()
-            if self.stopping.is_set():
-                break
             time.sleep(_LOOK_S / 2)
-        look()
+        if not self.stopping.is_set():
+            look()
         self.close()
 
     def close(self) -> None:

@@ -203,7 +203,7 @@ class Run:
                     else "neither compiled nor captured, as on any CPU"
                 )
                 reporter.begin(MemoryBaseline(self.plan.placement.devices), waits)
-                self.watch.sealed(launched, captured=captured)
+                self.watch.sealed(launched, replays=lambda: self.parts.steps[0].replays)
                 facts = {
                     "compiled": [asdict(graph) for graph in self.gate.graphs],
                     "warmed": [asdict(row) for row in self.gate.rows],
@@ -212,10 +212,14 @@ class Run:
                 self.runlog.event("sealed", facts)
 
             self.watch.phase("warm")
+            self.watch.may_stop(interrupted.set)
             pipeline.run(look, sealed)
             self.watch.close()
         reporter.say_memory(self.runlog)
-        return self._finish(feed, reporter)
+        trained = self._finish(feed, reporter)
+        if self.watch.stopped is not None:
+            raise self.watch.stopped
+        return trained
 
     def _duties(self, feed: Feed, reporter: Reporter, interrupted: threading.Event) -> Duties:
         train, total = self.config.train, self.plan.steps

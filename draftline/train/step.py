@@ -171,6 +171,11 @@ class TrainStep:
     def captured(self) -> bool:
         return self._gradients.captured and self._update.captured
 
+    @property
+    def replays(self) -> int:
+        """How often its graphs were replayed."""
+        return self._gradients.replays + self._update.replays
+
     def sample(self, pack: PackTensors) -> Anchors:
         """The anchors of one pack, from the step's generator."""
         return sample_anchors(

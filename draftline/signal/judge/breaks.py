@@ -22,19 +22,25 @@ def find_breaks(steps: Steps) -> npt.NDArray[np.bool_]:
     or a retry, rare, and at about equal distances."""
     if len(steps.time_s) < 3:
         return np.zeros(len(steps.time_s), bool)
-    length = np.nan_to_num(np.diff(steps.time_s, prepend=np.nan), nan=0.0)
+    # A long recording has only some of its steps.
+    apart = np.maximum(np.diff(steps.number, prepend=np.nan), 1.0)
+    length = np.nan_to_num(np.diff(steps.time_s, prepend=np.nan) / apart, nan=0.0)
     usual = float(np.median(length[1:]))
     long = (length > _PAUSE_TIMES * usual) & (length > usual + _PAUSE_S)
     for name in ("compiles", "frames", "recompiles", "captures", "retries"):
         column = steps.known(name)
         if column is not None:
             long[1:] &= ~(np.diff(column) > 0)
-    apart = np.diff(np.flatnonzero(long))
-    regular = len(apart) >= 1 and float(np.ptp(apart)) <= 0.5 * float(np.median(apart))
-    if regular and long.sum() <= max(2.0, _PAUSE_SHARE * len(long)):
+    if come_regularly(long) and long.sum() <= max(2.0, _PAUSE_SHARE * len(long)):
         return long
     found: npt.NDArray[np.bool_] = long & (length > max(_LULL_TIMES * usual, _LULL_S))
     return found
+
+
+def come_regularly(breaks: npt.NDArray[np.bool_]) -> bool:
+    """Whether there are at least two, at about equal distances."""
+    apart = np.diff(np.flatnonzero(breaks))
+    return len(apart) >= 1 and float(np.ptp(apart)) <= 0.5 * float(np.median(apart))
 
 
 def split_at(

@@ -62,7 +62,8 @@ def peak_over_floor(seen: Evidence) -> str:
     tokens = seen.level("tokens")
     if over < MIB:
         return ""
-    each = f", {over / np.median(tokens) / 1024:,.0f} KiB a token" if len(tokens) else ""
+    usual = float(np.median(tokens)) if len(tokens) else 0.0
+    each = f", {over / usual / 1024:,.0f} KiB a token" if usual > 0 else ""
     return f"Inside a step {over / 2**30:.2f} GiB come and go{each}."
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.judge.breaks import find_breaks, split_at
+from draftline.signal.judge.breaks import come_regularly, find_breaks, split_at
 from draftline.signal.judge.phases import PAUSES, Phase, find_phases, steady_windows
 from draftline.signal.judge.shape import MIB, Shape, counted, find_shape
 from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
@@ -228,19 +227,22 @@ class Evidence:
         # A sample may come before the step's record of what it sees: short excursions say nothing.
         return None if shape.kind in ("flat", "unknown") else (shape, None)
 
-    @cached_property
-    def kept_by_pauses(self) -> Column:
-        """Bytes that tensors occupy more after each pause than before it, the first pause left out."""
-        column = self.steps.known("allocated_bytes") if self.steps is not None else None
+    def kept_by_pauses(self, name: str) -> Column:
+        """Bytes by which a level's low readings are higher after each pause than before it, the first
+        pause left out; empty where readings vary more than that within the stretches."""
+        column = self.steps.known(name) if self.steps is not None else None
         if column is None or self.steps is None:
             return np.empty(0)
         times = self.steps.time_s
-        ends = []
+        lows, spreads = [], []
         for start, stop in self.windows:
             level = _finite(column[(times >= start) & (times <= stop)])
             if len(level):
-                ends.append((float(level[0]), float(level[-1])))
-        return np.array([after[0] - before[1] for before, after in pairwise(ends)][1:])
+                low, high = np.quantile(level, (0.1, 0.9))
+                lows.append(float(low))
+                spreads.append(float(high - low))
+        kept = np.diff(lows)[1:]
+        return kept if len(kept) and np.median(kept) > np.median(spreads) else np.empty(0)
 
     @cached_property
     def pauses(self) -> list[str]:
@@ -267,6 +269,8 @@ class Evidence:
                 if phase.name == "run":
                     running |= (times > phase.from_s) & (times <= phase.to_s)
             length = np.diff(times, prepend=np.nan)[self.breaks & running]
+            if not come_regularly(self.breaks & running):
+                length = np.empty(0)
         else:
             length = np.empty(0)
         if (count := len(length)) >= 2:

@@ -109,7 +109,7 @@ def _comes_with_captures(seen: Evidence) -> bool:
 
 
 def _leak_of_pauses(seen: Evidence) -> Cause | None:
-    kept = seen.kept_by_pauses
+    kept = seen.kept_by_pauses("allocated_bytes")
     if len(kept) < 3 or (kept > ALLOCATOR_TOLERANCE_BYTES).mean() < 0.75:
         return None
     return Cause(

@@ -209,7 +209,7 @@ def _portions(grid: Column, rising: npt.NDArray[np.bool_]) -> tuple[float, float
     starts = np.flatnonzero(rising & ~np.r_[False, rising[:-1]])
     stops = np.flatnonzero(rising & ~np.r_[rising[1:], False]) + 1
     sizes = grid[stops] - grid[starts]
-    return float(sizes.min()), float(sizes.max())
+    return float(sizes.min(initial=np.inf)), float(sizes.max(initial=0.0))
 
 
 def _line(times: Column, values: Column) -> tuple[float, float, float]:

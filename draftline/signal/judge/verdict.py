@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from draftline.signal.judge.cause import FAULTS, Cause
 from draftline.signal.judge.compiler_rules import COMPILER_RULES
-from draftline.signal.judge.evidence import Evidence, gather
+from draftline.signal.judge.evidence import ALLOCATOR_TOLERANCE_BYTES, Evidence, gather
 from draftline.signal.judge.memory_rules import (
     allocator_retries,
     cache_flush,
@@ -17,7 +19,7 @@ from draftline.signal.judge.memory_rules import (
     unbounded_shapes,
 )
 from draftline.signal.judge.phases import PAUSES, Phase
-from draftline.signal.judge.shape import Shape, counted
+from draftline.signal.judge.shape import MIB, Shape, counted
 from draftline.signal.trace import Trace, device_name
 
 COUNTERS_NEEDED = (
@@ -36,13 +38,15 @@ _LOOKS_LIKE = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceVerdict:
-    """One device: `shape` is one of shape.SHAPES, `words` describes it, `causes` has at least one."""
+    """One device: `shape` is one of shape.SHAPES, `words` describes it, `causes` has at least one;
+    `allocator` is the shape of what this program's allocator holds on it."""
 
     device: str
     shape: str
     words: str
     phases: tuple[Phase, ...]
     causes: tuple[Cause, ...]
+    allocator: str = "unknown"
 
     @property
     def faults(self) -> list[Cause]:
@@ -129,7 +133,9 @@ def _judge(seen: Evidence) -> DeviceVerdict:
     shape = _shape(seen)
     causes = find_causes(seen) or [_without_fault(seen, shape)]
     words = "no device memory" if seen.device == "cpu" else shape.words
-    return DeviceVerdict(seen.device, shape.kind, words, tuple(seen.phases), tuple(causes))
+    return DeviceVerdict(
+        seen.device, shape.kind, words, tuple(seen.phases), tuple(causes), seen.held.kind
+    )
 
 
 # A finding of these explains whatever else moves; only a leak is still looked for.
@@ -160,6 +166,16 @@ def _shape(seen: Evidence) -> Shape:
         shape = seen.seen
     if shape.kind in ("flat", "unknown") and seen.held.kind not in ("flat", "unknown"):
         shape = seen.held
+    kept = seen.kept_by_pauses("reserved_bytes")
+    if (
+        shape.kind == "flat"
+        and len(kept) >= 3
+        and (kept > ALLOCATOR_TOLERANCE_BYTES).mean() >= 0.75
+    ):
+        words = (
+            f"each of the last {len(kept)} pauses left {np.median(kept) / MIB:,.0f} MiB more held"
+        )
+        return replace(shape, kind="staircase", words=words)
     if seen.floor.kind == "slope" and shape.kind in ("flat", "unknown", "staircase", "slope"):
         words = f"what tensors occupy {seen.floor.words}"
         return replace(seen.floor, words=words)
