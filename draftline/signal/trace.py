@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.float64]
+GIB = 2**30
 
 # What a step may carry besides its time. Totals only grow (since the start of the process or the last
 # reset of the counter), levels are readings at the end of the step.
@@ -55,6 +56,19 @@ EVENTS = (
     "oom",
     "error",
 )
+# What people call them, in the singular; a phase goes by its own name.
+EVENT_WORDS = {
+    "compile": "compile",
+    "recompile": "recompile",
+    "graph_break": "graph break",
+    "recompile_limit": "recompile limit",
+    "eager_flex": "uncompiled flex_attention",
+    "capture": "graph capture",
+    "capture_skip": "refused capture",
+    "cache_flush": "cache flush",
+    "oom": "out of memory",
+    "error": "error",
+}
 COMPILE_EVENTS = {"compile", "recompile", "graph_break", "recompile_limit", "eager_flex"}
 
 

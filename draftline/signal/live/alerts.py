@@ -7,26 +7,21 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from draftline.signal.trace import Event
+from draftline.signal.trace import EVENT_WORDS, Event, device_name
 
-KINDS = {
-    "recompile": "recompiled",
-    "graph_break": "graph break",
-    "recompile_limit": "recompile limit",
-    "eager_flex": "eager flex_attention",
-    "capture_skip": "no CUDA graph",
-    "cache_flush": "cache flushed",
-    "oom": "out of memory",
-    "error": "error",
-    "other_process": "another process",
-    "storm": "compile storm",
-    "verdict": "verdict",
-}
+_OWN = {"other_process": "another process", "storm": "compile storm", "verdict": "verdict"}
+_ROUTINE = ("compile", "capture")  # counted, but no trouble
+KINDS = {kind: words for kind, words in EVENT_WORDS.items() if kind not in _ROUTINE} | _OWN
 _STORM, _STORM_S = 5, 30.0  # recompiles within so many seconds that are called a storm
 _SAID_AT = frozenset({1, 2, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000})
 _MOST = 500  # different alerts that are told apart
 # Values differ from one time to the next; what changes is the same.
 _VALUES = re.compile(r" (?:keeps|changed from|within|reached,) .*|\s*\[rank \d+\]", re.DOTALL)
+
+
+def clock(time_s: float) -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 @dataclass
@@ -48,7 +43,7 @@ class Alert:
     @property
     def line(self) -> str:
         """The alert in one line, with the time of day it last came."""
-        return f"{time.strftime('%H:%M:%S', time.localtime(self.last_s))} {self.words}"
+        return f"{clock(self.last_s)} {self.words}"
 
 
 class Alerts:
@@ -93,8 +88,3 @@ class Alerts:
         self._storm_s = now_s
         text = f"{_STORM} recompiles within {now_s - self._recompiles[0]:.0f} s"
         return self._add(Event(now_s, "storm", text))
-
-
-def device_name(name: str) -> str:
-    """How a person calls the device."""
-    return f"GPU {name}" if name.isdigit() else name

@@ -2,9 +2,9 @@
 
 The program inherits standard input, output and error, the working directory and the process group, so
 that the terminal reaches it as if nobody watched. Only environment variables that PyTorch documents are
-set, and none that the user has set to something else. TORCH_LOGS has two side effects that PyTorch
-does not let one avoid: its lines also appear on the program's standard error, and a call of
-torch._logging.set_logs() in the program is ignored. TORCH_TRACE has neither.
+set, and none that the user has set to something else. TORCH_LOGS is not among them: its lines would
+also appear on the program's standard error, and a call of torch._logging.set_logs() in the program
+would be ignored. TORCH_TRACE does neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from types import TracebackType
 
 from draftline.errors import ConfigError
 
-ARTIFACTS = ("recompiles", "graph_breaks", "cudagraphs")
 _FORWARDED = tuple(
     getattr(signal, f"SIG{name}")
     for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT", "WINCH")
@@ -47,21 +46,18 @@ class Outlets:
     changed: Mapping[str, str]
 
 
-def prepare(
-    environment: Mapping[str, str], directory: Path, *, logs: bool, trace: bool
-) -> tuple[dict[str, str], Outlets]:
+def prepare(environment: Mapping[str, str], directory: Path) -> tuple[dict[str, str], Outlets]:
     """The environment for the program and where its compiles will be told.
 
-    TORCH_LOGS_OUT is set in any case (PyTorch's warnings go there without further effect), TORCH_LOGS
-    with `logs`, TORCH_TRACE with `trace`; what the user has set stays, and is read where it points.
+    TORCH_LOGS_OUT (PyTorch's warnings go there without further effect) and TORCH_TRACE are set where
+    the user has not set them; what the user has set stays, and is read where it points.
     """
-    changed: dict[str, str] = {}
-    if "TORCH_LOGS_OUT" not in environment:
-        changed["TORCH_LOGS_OUT"] = str((directory / "torch.log").absolute())
-    if trace and "TORCH_TRACE" not in environment:
-        changed["TORCH_TRACE"] = str((directory / "torch_trace").absolute())
-    if logs and (merged := merge_logs(environment.get("TORCH_LOGS", ""))) is not None:
-        changed["TORCH_LOGS"] = merged
+    own = {"TORCH_LOGS_OUT": "torch.log", "TORCH_TRACE": "torch_trace"}
+    changed = {
+        name: str((directory / file).absolute())
+        for name, file in own.items()
+        if name not in environment
+    }
     after = {**environment, **changed}
     log, traced = after.get("TORCH_LOGS_OUT"), after.get("TORCH_TRACE")
     outlets = Outlets(
@@ -73,17 +69,6 @@ def prepare(
         changed,
     )
     return after, outlets
-
-
-def merge_logs(wanted: str) -> str | None:
-    """TORCH_LOGS with what a watcher needs added to what the user asked for; None where it is to stay
-    as it is ("help" ends the program)."""
-    plain = _names(wanted)
-    if "help" in plain:
-        return None
-    missing = [name for name in ARTIFACTS if name not in plain]
-    asked = [name.strip() for name in wanted.split(",") if name.strip()]
-    return ",".join([*asked, *missing]) if missing else None
 
 
 def _names(wanted: str) -> set[str]:
@@ -108,15 +93,14 @@ class Command:
     """Owns a program that was started with `argv`, and the signals that reach its starter meanwhile.
 
     What the terminal sends (Ctrl-C) reaches the program by itself, once, since it is in the same
-    process group; what somebody sends to this process is passed on. `resized` and `stop_asked` say that
-    the terminal changed its size or was asked to stop (Ctrl-Z). Only for the main thread. Raises
-    ConfigError where the program cannot be started.
+    process group; what somebody sends to this process is passed on. `stop_asked` says that the terminal
+    was asked to stop (Ctrl-Z). Only for the main thread. Raises ConfigError where the program cannot be
+    started.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         if not argv:
             raise ConfigError("no command given; write: draftline watch -- python train.py ...")
-        self.resized = False
         self.stop_asked = False
         self._early: list[int] = []
         self._passed: dict[int, float] = {}
@@ -154,8 +138,6 @@ class Command:
         self._early.append(number)
 
     def _handle(self, number: int, code: int) -> None:
-        if number == signal.SIGWINCH:
-            self.resized = True
         if number == signal.SIGCHLD or code == _FROM_KERNEL:
             self.stop_asked |= number == signal.SIGTSTP
             return

@@ -22,17 +22,17 @@ from draftline.signal.live.processes import (
     PROC,
     Identity,
     ProcessTree,
-    command_line,
     is_alive,
     is_visible,
-    written_files,
+    open_files,
+    raw_command,
 )
 from draftline.signal.live.run_feed import event_of
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.recorder.journal import Journal
 from draftline.signal.recorder.nvml import Reading, Source, open_source
 from draftline.signal.recorder.sample import DeviceSampler
-from draftline.signal.trace import Event, Trace, join
+from draftline.signal.trace import GIB, Event, Trace, join, one_line
 
 _LOOK_S = 1.0  # how often processes and open files are looked at
 _BACKLOG_S = 60.0  # recorded of the time before a device was used
@@ -167,15 +167,16 @@ class Observer:
             for pid, held in self._ownership.others.get(device, {}).items():
                 if (device, pid) not in self._strangers and (held or 0) > USED_BYTES:
                     self._strangers.add((device, pid))
-                    who = command_line(pid, self._proc).split(" ")[0]
-                    text = f"process {pid} ({who}) holds {(held or 0) / 2**30:.2f} GiB there"
+                    command = raw_command(pid, self._proc)
+                    who = one_line(Path(command[0]).name, 40) if command else "not named"
+                    text = f"process {pid} ({who}) holds {(held or 0) / GIB:.2f} GiB there"
                     found.append(Event(now_s, "other_process", text, device))
         return found
 
     def _find_recordings(self) -> None:
         mine = self._journal.file.path.absolute()
         for pid in self._tree.members:
-            for path in written_files(pid, self._proc):
+            for path in open_files(pid, self._proc):
                 if path not in self._tails and path != mine and _RECORDING.fullmatch(path.name):
                     self._tails[path] = RecordingTail(path)
 

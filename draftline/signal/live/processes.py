@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,8 +110,8 @@ class ProcessTree:
         self.members = members
 
 
-def written_files(pid: int, proc: Path = PROC) -> list[Path]:
-    """Regular files that a process has open, as far as it lets one look."""
+def open_files(pid: int, proc: Path = PROC) -> list[Path]:
+    """Files that a process has open, to read or to write, as far as it lets one look."""
     found = []
     folder = proc / str(pid) / "fd"
     try:
@@ -125,8 +124,9 @@ def written_files(pid: int, proc: Path = PROC) -> list[Path]:
     return found
 
 
-def variables(pid: int, proc: Path = PROC) -> dict[str, str] | None:
-    """The environment a process was started with; None where one may not look (another user's)."""
+def environ_of(pid: int, proc: Path = PROC) -> dict[str, str] | None:
+    """The environment a process was started with, secrets and all; None where one may not look
+    (another user's)."""
     try:
         data = (proc / str(pid) / "environ").read_bytes()
     except OSError:
@@ -135,16 +135,10 @@ def variables(pid: int, proc: Path = PROC) -> dict[str, str] | None:
     return {name: value for name, _, value in pairs}
 
 
-def command_line(pid: int, proc: Path = PROC) -> str:
-    """The command of a process as one would type it, or its number."""
+def raw_command(pid: int, proc: Path = PROC) -> list[str]:
+    """The words of a process's command, secrets and all; empty where it does not tell."""
     try:
         data = (proc / str(pid) / "cmdline").read_bytes()
     except OSError:
         data = b""
-    words = [word for word in data.decode(errors="replace").split("\0") if word]
-    return name_command(words) if words else f"process {pid}"
-
-
-def name_command(argv: Sequence[str]) -> str:
-    """A command as one would type it, its program without the directory."""
-    return shlex.join([Path(argv[0]).name, *argv[1:]])
+    return [word for word in data.decode(errors="replace").split("\0") if word]

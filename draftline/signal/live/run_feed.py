@@ -12,8 +12,9 @@ from typing import Any
 from draftline.errors import ConfigError
 from draftline.signal.live.processes import PROC, began_s, identify
 from draftline.signal.readers.assemble import assemble
+from draftline.signal.readers.json_row import device, moment, number, process_id, words
 from draftline.signal.readers.recording import RecordingTail
-from draftline.signal.trace import Event, Trace
+from draftline.signal.trace import Event, Trace, one_line
 
 _SILENT_S = 5.0  # a process that is gone and wrote nothing for so long has ended
 _LOOK_S = 2.0  # how often the directory is searched for files
@@ -30,6 +31,7 @@ class RunFeed:
     def __init__(self, path: Path, proc: Path = PROC) -> None:
         self.path = path
         self.metrics: Mapping[str, Any] = {}
+        self.behind = False  # more was written than the last poll could read
         self.notes: list[str] = []
         self._proc = proc
         self._tails: dict[Path, RecordingTail] = {}
@@ -59,7 +61,7 @@ class RunFeed:
 
     @property
     def title(self) -> str:
-        return self._program or self.path.name
+        return self._program or one_line(self.path.name)
 
     @property
     def no_devices(self) -> str:
@@ -86,6 +88,7 @@ class RunFeed:
             self._look_at_s = now_s + _LOOK_S
             self._find()
         events = []
+        self.behind = False
         deadline_s = time.monotonic() + _CATCH_UP_S
         for tail in self._tails.values():
             while rows := tail.poll():
@@ -93,6 +96,7 @@ class RunFeed:
                 for row in rows:
                     events += self._take(row)
                 if time.monotonic() > deadline_s:
+                    self.behind = True
                     break
         return events
 
@@ -100,12 +104,10 @@ class RunFeed:
         return max(_modified_s(path) for path in self._tails)
 
     def _take(self, row: Mapping[str, Any]) -> list[Event]:
-        kind, event, time_s = row.get("kind"), row.get("event"), row.get("time_s")
-        at_s = float(time_s) if isinstance(time_s, (int, float)) else math.nan
+        kind, event, at_s = row.get("kind"), row.get("event"), moment(row.get("time_s"))
         if kind == "start":
-            pid = row.get("pid")
-            self._pid = pid if isinstance(pid, int) else None
-            self._started_s, self._program = at_s, str(row.get("program") or "")
+            self._pid = process_id(row.get("pid"))
+            self._started_s, self._program = at_s, one_line(words(row.get("program")))
             self._ended = None
         elif (told := event_of(row)) is not None:
             return [told]
@@ -116,11 +118,12 @@ class RunFeed:
         elif kind is None and event == "end":
             self._ended = "the run has ended"
         elif kind is None and event == "failed":
-            why = str(row.get("error") or "no reason is given")
+            why = one_line(words(row.get("error"))) or "no reason is given"
             self._ended = "the run has failed"
             return [Event(at_s if math.isfinite(at_s) else 0.0, "error", why)]
         elif kind is None and "step_ms" in row:
-            self.metrics = row
+            read = {one_line(name, 80): number(value) for name, value in row.items()}
+            self.metrics = {name: value for name, value in read.items() if math.isfinite(value)}
         return []
 
     def trace(self) -> Trace:
@@ -129,6 +132,8 @@ class RunFeed:
 
     def ended(self, now_s: float) -> str | None:
         """How the run ended, in words; None while it may go on."""
+        if self.behind:
+            return None
         if self._ended is not None:
             return self._ended
         silent_s = now_s - (self._heard_s if self._heard_s is not None else now_s)
@@ -148,15 +153,15 @@ class RunFeed:
 
 def event_of(row: Mapping[str, Any]) -> Event | None:
     """The event that a line of a recording tells; None where it is another kind of line."""
-    time_s, device, seconds = row.get("time_s"), row.get("device"), row.get("seconds")
-    if row.get("kind") != "event" or not isinstance(time_s, (int, float)):
+    time_s, seconds = moment(row.get("time_s")), number(row.get("seconds"))
+    if row.get("kind") != "event" or math.isnan(time_s):
         return None
     return Event(
-        float(time_s),
-        str(row.get("event")),
-        str(row.get("text") or ""),
-        None if device is None else str(device),
-        float(seconds) if isinstance(seconds, (int, float)) else None,
+        time_s,
+        one_line(words(row.get("event")), 40),
+        one_line(words(row.get("text"))),
+        device(row.get("device")) or None,
+        None if math.isnan(seconds) else seconds,
     )
 
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from draftline.signal.live.view import WIDEST_ROW, Line, View, clock, device_line, lines, plain
+from draftline.signal.live.alerts import clock
+from draftline.signal.live.view import WIDEST_ROW, Line, View, device_line, lines, plain
+from draftline.signal.trace import one_line
 
 _EVERY_S = 30.0  # a line in a log although nothing changed
 _LEAST_ROWS, _LEAST_COLUMNS = 15, 40  # of a terminal that a footer fits on
 _MOST_ROWS = 14  # of a footer
 _WIDEST = 160
+_LONGEST = 2000  # letters of a line that is said
 
 
 class Screen(Protocol):
@@ -77,22 +80,14 @@ class PlainScreen(_Managed):
         self.say(f"{clock(now_s)} {status(view)}")
 
     def say(self, line: str) -> None:
-        print(_printable(line), file=self._out, flush=True)
+        print(one_line(line, _LONGEST), file=self._out, flush=True)
 
 
 def status(view: View) -> str:
     """The view in one line."""
-    memory = [_squeezed(plain(device_line(row, 0))) for row in view.devices]
+    memory = [" ".join(plain(device_line(row, 0)).split()) for row in view.devices]
     parts = [view.state, *memory, view.rate, view.compiles, view.verdict]
     return "; ".join(part for part in parts if part)
-
-
-def _squeezed(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 class LiveScreen(_Managed):
@@ -115,7 +110,7 @@ class LiveScreen(_Managed):
         self._live.update(_text(drawn), refresh=True)
 
     def say(self, line: str) -> None:
-        self._console.print(_printable(line), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(one_line(line, _LONGEST), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

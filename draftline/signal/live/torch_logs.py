@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from draftline.signal.guards import describe, name_function
-from draftline.signal.trace import Event
+from draftline.signal.trace import Event, one_line
 
 _HEAD = re.compile(
     r"^(?:\[rank(?P<rank>\d+)\]:)?[VIWEC](?P<day>\d{4}) (?P<clock>\d\d:\d\d:\d\d)\.(?P<micro>\d{6}) "
@@ -142,7 +142,7 @@ def _read_record(head: Head, lines: Sequence[str]) -> Event | None:
 
 def make_event(head: Head, kind: str, text: str, seconds: float | None = None) -> Event:
     rank = "" if head.rank is None else f" [rank {head.rank}]"
-    return Event(head.time_s, kind, f"{text}{rank}", None, seconds)
+    return Event(head.time_s, kind, f"{one_line(text)}{rank}", None, seconds)
 
 
 def recompile_event(head: Head, where: str, reasons: Sequence[str]) -> Event:

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import math
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from draftline.signal.live.alerts import Alert, device_name
-from draftline.signal.trace import Column, Samples, Steps, Trace
+from draftline.signal.live.alerts import Alert
+from draftline.signal.trace import GIB, Column, Samples, Steps, Trace, device_name, one_line
 
 Line = list[tuple[str, str]]
 
 WIDEST_ROW = 119
 WINDOW_S = 300.0  # that the curves show
 _STEPS = 50  # the latest, for the rate
-_GIB = 2.0**30
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
 _GOOD, _BAD, _DIM = "green", "bold red", "dim"
@@ -156,11 +154,11 @@ def device_line(row: DeviceRow, width: int, bars: str = _BARS) -> Line:
     shape = (f" {row.shape}", _GOOD if row.shape == "flat" else "" if good else _BAD)
     if not len(known):
         return [(name, "bold"), ("memory unknown", _DIM)]
-    now, low, high = (float(v) / _GIB for v in (known[-1], known.min(), known.max()))
-    total = "" if row.total_bytes is None else f"/{row.total_bytes / _GIB:.0f}"
+    now, low, high = (float(v) / GIB for v in (known[-1], known.min(), known.max()))
+    total = "" if row.total_bytes is None else f"/{row.total_bytes / GIB:.0f}"
     parts = [f" {now:.2f}{total} GiB", f" min {low:.2f} max {high:.2f}"]
     if row.reserved_bytes is not None and row.total_bytes is not None:
-        parts.append(f" reserved {row.reserved_bytes / _GIB:.2f}")
+        parts.append(f" reserved {row.reserved_bytes / GIB:.2f}")
     if row.util_pct is not None:
         parts.append(f" util {row.util_pct:.0f} %")
     while len(parts) > 1 and width - len(name) - len("".join(parts)) - len(shape[0]) < 12:
@@ -203,7 +201,7 @@ def lines(
 
 def _cut(text: str, width: int, ascii_only: bool) -> str:
     """The text in one line of at most `width` characters, without control characters."""
-    plain = "".join(c if c.isprintable() else " " for c in text)
+    plain = one_line(text, max(len(text), 4))
     if ascii_only:
         plain = plain.encode("ascii", "replace").decode()
     if len(plain) <= width:
@@ -223,18 +221,3 @@ def _wrap(text: str, width: int, most: int, ascii_only: bool) -> list[str]:
 def plain(line: Line) -> str:
     """The line without its styles."""
     return "".join(text for text, _ in line).rstrip()
-
-
-def duration(seconds: float) -> str:
-    """A time span for a person: "12 s", "3 min 5 s", "2 h 10 min"."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def clock(time_s: float) -> str:
-    """The time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(time_s))

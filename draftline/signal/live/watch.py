@@ -10,52 +10,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from draftline.errors import ConfigError
+from draftline.signal.duration import duration
 from draftline.signal.live.foreign import Command, Outlets, new_directory, prepare
 from draftline.signal.live.observe import Observer
-from draftline.signal.live.processes import command_line, identify, name_command, variables
+from draftline.signal.live.observer_feed import ObserverFeed
+from draftline.signal.live.processes import environ_of, identify, raw_command
 from draftline.signal.live.run_feed import RunFeed
 from draftline.signal.live.terminal import Screen, pick_screen, row_width
-from draftline.signal.live.view import duration
 from draftline.signal.live.watcher import Feed, Watch
 from draftline.signal.recorder import sample
-from draftline.signal.trace import Event, Trace
+from draftline.signal.recorder.record import command_line
+from draftline.signal.trace import one_line
 
 _TICK_S = 0.5
 _SNAPSHOT_S = 2.0  # a running process is sampled for so long before a single snapshot
-
-
-class ObserverFeed:
-    """An Observer as a watcher takes it. `more_notes` are shown below the observer's own."""
-
-    def __init__(self, observer: Observer, title: str) -> None:
-        self.title = title
-        self.metrics: Mapping[str, Any] = {}
-        self.more_notes: list[str] = []
-        self._observer = observer
-
-    @property
-    def no_devices(self) -> str:
-        reason = self._observer.unsampled
-        return "the program uses no GPU so far" if reason is None else f"not sampled: {reason}"
-
-    @property
-    def notes(self) -> list[str]:
-        return [*self._observer.notes, *self.more_notes]
-
-    def compiling(self) -> list[tuple[str, float]]:
-        return self._observer.compiling
-
-    def poll(self, now_s: float) -> list[Event]:
-        return self._observer.poll(now_s)
-
-    def trace(self) -> Trace:
-        return self._observer.trace()
-
-    def ended(self, _now_s: float) -> str | None:
-        return None if self._observer.alive else "the process has ended"
 
 
 def watch_run(directory: Path, *, once: bool = False, out: TextIO | None = None) -> int:
@@ -71,17 +42,16 @@ def watch_pid(
     *,
     directory: Path | None = None,
     once: bool = False,
-    hz: float = 5.0,
     out: TextIO | None = None,
 ) -> int:
     """Shows a running process and what it started until it ends, or one snapshot with `once`, and
     records it into `directory` (./signal-<time> if None). Returns what `watch_run` does. Raises
     ConfigError where no such process can be seen."""
     who, stream = identify(pid), out or sys.stdout
-    environ, title = variables(pid), command_line(pid)
+    environ, title = environ_of(pid), _title(raw_command(pid)) or f"process {pid}"
     with (
         _sampler_in_view(),
-        Observer(who, directory or new_directory(), attached=True, hz=hz) as observer,
+        Observer(who, directory or new_directory(), attached=True) as observer,
     ):
         observer.start(title, environ)
         feed = ObserverFeed(observer, title)
@@ -100,15 +70,16 @@ def follow(
     snapshot_after_s: float | None,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Shows `feed` on `out` until it ends or Ctrl-C, or says once what is known after so many seconds;
-    the summary comes last. Returns 0 or 3."""
+    """Shows `feed` on `out` until it ends or Ctrl-C, or says once what is known after so many seconds
+    and when everything written so far was read; the summary comes last. Returns 0 or 3."""
     watch = Watch(feed, time.time())
     if snapshot_after_s is not None:
         until_s = time.time() + snapshot_after_s
-        watch.poll(time.time())
-        while time.time() < until_s:
-            pause(_TICK_S)
-            watch.poll(time.time())
+        watch.take(feed.poll(time.time()))
+        while (more := feed.behind) or time.time() < until_s:
+            if not more:
+                pause(_TICK_S)
+            watch.take(feed.poll(time.time()))
         ended = feed.ended(time.time()) or "a snapshot"
     else:
         with pick_screen(out) as screen:
@@ -140,30 +111,22 @@ def watch_command(
     argv: Sequence[str],
     *,
     directory: Path | None = None,
-    trace: bool = True,
-    logs: bool = False,
-    hz: float = 5.0,
     out: TextIO | None = None,
 ) -> int:
     """Runs a command under observation and returns its exit code, 128 + n where signal n ended it.
 
     The command gets the environment that this process was started with, and what PyTorch needs to
     tell of its compiles. The view is drawn below the command's own output where `out` (standard error
-    if None) is a terminal, and comes as lines otherwise. `trace` and `logs` choose how PyTorch tells
-    (see `foreign.prepare`): the trace also has seconds and leaves standard error alone, the logs do
-    not. Only for the main thread. Raises ConfigError where the command cannot be started or the
-    directory cannot be made.
+    if None) is a terminal, and comes as lines otherwise. Only for the main thread. Raises ConfigError
+    where the command cannot be started or the directory cannot be made.
     """
     directory, stream = directory or new_directory(), out or sys.stderr
     _make(directory)
     # Not os.environ: what this process has set for itself since is none of the program's business.
-    before = variables(os.getpid()) or os.environ
-    environ, outlets = prepare(before, directory, logs=logs, trace=trace)
+    environ, outlets = prepare(environ_of(os.getpid()) or os.environ, directory)
     with _sampler_in_view(), Command(argv, environ) as command:
         try:
-            observer = Observer(
-                identify(command.pid, ended_too=True), directory, outlets=outlets, hz=hz
-            )
+            observer = Observer(identify(command.pid, ended_too=True), directory, outlets=outlets)
             with observer:
                 return _watched(command, argv, observer, environ, outlets, stream)
         # Nothing that goes wrong in watching may reach the program: it is waited for all the same.
@@ -193,7 +156,7 @@ def _watched(
     outlets: Outlets,
     stream: TextIO,
 ) -> int:
-    title = name_command(argv)
+    title = _title(argv)
     observer.start(title, environ)
     _say(
         stream,
@@ -221,6 +184,11 @@ def _watched(
         _say(stream, _UNSEEN)
     _say(stream, _where(observer))
     return code
+
+
+def _title(argv: Sequence[str]) -> str:
+    """What is shown and recorded of a command: without secrets, on one line."""
+    return one_line(command_line(argv))
 
 
 _UNSEEN = (

@@ -7,24 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from draftline.signal.duration import duration
 from draftline.signal.judge.verdict import Verdict, judge
 from draftline.signal.live.alerts import Alerts
-from draftline.signal.live.view import WIDEST_ROW, View, device_rows, duration, lines, plain, rate
-from draftline.signal.trace import Event, Trace
+from draftline.signal.live.view import WIDEST_ROW, View, device_rows, lines, plain, rate
+from draftline.signal.trace import EVENT_WORDS, Event, Trace
 
 _JUDGE_S = 2.0
 _JUDGE_SHARE = 0.05  # of the time that judging may take
 _FAULT = 3  # a verdict's exit code for a fault, or memory that is not flat
 _WIDE = 2000  # a summary's lines are as long as they need to be
 # What the line about compiles counts.
-_COUNTED = {
-    "compile": "compile",
-    "recompile": "recompile",
-    "graph_break": "graph break",
-    "recompile_limit": "recompile limit",
-    "capture": "capture",
-    "capture_skip": "refused capture",
-}
+_COUNTED = ("compile", "recompile", "graph_break", "recompile_limit", "capture", "capture_skip")
 _WORST = ("error", "oom", "eager_flex", "recompile_limit", "storm", "recompile", "graph_break")
 
 
@@ -32,6 +26,9 @@ class Feed(Protocol):
     """Where a watcher's knowledge comes from."""
 
     metrics: Mapping[str, Any]
+
+    @property
+    def behind(self) -> bool: ...
 
     @property
     def title(self) -> str: ...
@@ -130,12 +127,13 @@ class Watch:
             f"compiling {name} for {duration(now_s - since_s)}"
             for name, since_s in self.feed.compiling()
         ]
-        for kind, name in _COUNTED.items():
+        for kind in _COUNTED:
             if count := self._counts[kind]:
                 took = (
                     f" in {self._compile_s:.1f} s" if kind == "compile" and self._compile_s else ""
                 )
-                words.append(f"{count} {name}{'s' if count > 1 else ''}{took}")
+                name = f"{EVENT_WORDS[kind]}{'s' if count > 1 else ''}"
+                words.append(f"{count} {name}{took}")
         return ", ".join(words) or None
 
     def summary(self, now_s: float, ended: str, columns: int = WIDEST_ROW) -> list[str]:

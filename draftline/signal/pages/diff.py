@@ -13,6 +13,7 @@ from typing import Any
 from draftline.signal.pages.diff_facts import ABSENT, causes_of, device_labels, outcome_of
 from draftline.signal.pages.diff_rules import LEFT_OUT, LIKELY, POSSIBLE, rule_for
 from draftline.signal.pages.run_facts import RunFacts, read_run
+from draftline.signal.trace import one_line
 
 # Times of a start differ with everything else on a machine; what is a count must be equal.
 _NOISE = {"compile.seconds": 0.5}
@@ -231,8 +232,7 @@ def _show(value: object) -> str:
         return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
     if isinstance(value, (list, tuple)):
         value = f"[{', '.join(_show(item) for item in value[:20])}{', ...' * (len(value) > 20)}]"
-    text = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    return one_line(str(value), 160)
 
 
 def _table(rows: Sequence[Changed], width: int) -> list[str]:

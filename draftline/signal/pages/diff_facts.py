@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from draftline.signal.judge.evidence import Evidence, gather
-from draftline.signal.pages.report_memory import device_name
+from draftline.signal.judge.shape import MIB
 from draftline.signal.pages.run_facts import RunFacts, flatten, steady_readings
+from draftline.signal.trace import GIB, device_name
 
-GIB, MIB = 2**30, 2**20
 # Sections in which a fact that is not there has a meaning of its own.
 ABSENT = {
     "variable": "not set",

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from draftline.signal.pages.run_facts import RunFacts
-from draftline.signal.trace import Column
+from draftline.signal.trace import Column, one_line
 
 MOST_POINTS = 4000
 _YEAR_1973_S = 1e8  # no recording that counts from its own start is so long
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +170,5 @@ def said_thinned(*columns: Column) -> str:
 
 def escape(text: str, most: int = 200) -> str:
     """Text of the run for a label: wrapped, escaped, one line where it was many."""
-    words = printable(" ".join(text.split()))
-    words = words if len(words) <= most else f"{words[: most - 1]}…"
-    pieces = textwrap.wrap(words, 60)
+    pieces = textwrap.wrap(one_line(text, most), 60)
     return "<br>".join(html.escape(piece, quote=False) for piece in pieces)
-
-
-def printable(text: str) -> str:
-    """Without control characters, halves of surrogate pairs and marks that turn the writing's direction."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

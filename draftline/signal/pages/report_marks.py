@@ -9,7 +9,7 @@ import numpy as np
 
 from draftline.signal.judge.phases import Phase
 from draftline.signal.pages.report_curves import Clock, escape, numbers
-from draftline.signal.trace import Event
+from draftline.signal.trace import EVENT_WORDS, Event
 
 _MARKS_AT = 0.93
 _MOST_BANDS = 120
@@ -21,18 +21,6 @@ _PHASE_COLOURS = {
     "run": "--band-run",
     "evaluate": "--band-evaluate",
     "checkpoint": "--band-checkpoint",
-}
-EVENT_WORDS = {
-    "compile": "compile",
-    "recompile": "recompile",
-    "graph_break": "graph break",
-    "recompile_limit": "recompile limit",
-    "eager_flex": "uncompiled attention",
-    "capture": "graph capture",
-    "capture_skip": "capture refused",
-    "cache_flush": "cache emptied",
-    "oom": "out of memory",
-    "error": "error",
 }
 _SYMBOLS = {
     "compile": "triangle-up",

@@ -11,7 +11,6 @@ from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
 from draftline.signal.judge.verdict import DeviceVerdict
 from draftline.signal.pages.report_curves import (
-    GIB,
     Chart,
     Clock,
     curve,
@@ -20,14 +19,10 @@ from draftline.signal.pages.report_curves import (
 )
 from draftline.signal.pages.report_marks import event_marks, memory_layout
 from draftline.signal.pages.run_facts import RunFacts, steady_readings
-from draftline.signal.trace import Column
+from draftline.signal.trace import GIB, Column, device_name
 
 _LEAST_CLOSE_GIB = 64 / 1024  # a close-up shows at least so much, or noise would fill it
 _FULL_FROM = 0.5  # the device's size is drawn where it is used up to this share
-
-
-def device_name(device: str) -> str:
-    return f"GPU {device}" if device.isdigit() else device
 
 
 def memory_charts(run: RunFacts, clock: Clock) -> list[Chart]:

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftline.signal.pages.report_curves import Clock
-from draftline.signal.pages.report_marks import EVENT_WORDS
-from draftline.signal.pages.report_memory import device_name
 from draftline.signal.pages.report_verdict import text
 from draftline.signal.pages.run_facts import RunFacts, flatten
+from draftline.signal.trace import EVENT_WORDS, GIB, device_name
 
-GIB = 2**30
 _MOST_ROWS = 200
 _MOST_LETTERS = 600
 _FOLDED = 25  # a longer list of events is closed at first
@@ -168,7 +166,7 @@ def _environment(run: RunFacts) -> str:
     gpus = told.get("gpus")
     for gpu in gpus if isinstance(gpus, list) else ():
         if isinstance(gpu, Mapping):
-            rows.append((f"GPU {gpu.get('index')}", _gpu(gpu)))
+            rows.append((device_name(str(gpu.get("index"))), _gpu(gpu)))
     devices = [e for e in run.last_start() if e.get("event") == "device"]
     rows += [(str(e.get("device")), e.get("what", "")) for e in devices]
     for group, label in (("versions", "version of "), ("variables", "")):

@@ -8,14 +8,15 @@ from itertools import groupby
 
 import numpy as np
 
+from draftline.signal.duration import duration
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
 from draftline.signal.judge.verdict import DeviceVerdict
-from draftline.signal.pages.report_curves import extent, printable
-from draftline.signal.pages.report_memory import device_name
+from draftline.signal.pages.report_curves import extent
 from draftline.signal.pages.run_facts import RunFacts
+from draftline.signal.trace import GIB, device_name, one_line
 
-GIB = 2**30
+_MOST_LETTERS = 2000  # of one text of the page
 _CAUSE_WORDS = {
     "healthy": "nothing is wrong",
     "not_compiled": "the step is not compiled",
@@ -38,7 +39,7 @@ _CAUSE_WORDS = {
 
 def text(value: object) -> str:
     """Anything of the run as text of the page."""
-    return html.escape(printable(str(value)))
+    return html.escape(one_line(str(value), _MOST_LETTERS))
 
 
 def moment(time_s: float, run: RunFacts) -> str:
@@ -50,15 +51,6 @@ def moment(time_s: float, run: RunFacts) -> str:
         return "an unknown moment"
 
 
-def span(seconds: float) -> str:
-    """A length of time for a person."""
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
 def header(run: RunFacts) -> str:
     """Name, time, length and versions."""
     facts = []
@@ -66,7 +58,7 @@ def header(run: RunFacts) -> str:
     if known is not None:
         first, last, dated = known
         facts += [moment(first, run)] if dated else []
-        facts.append(f"{span(last - first)} recorded")
+        facts.append(f"{duration(last - first)} recorded")
     if run.metrics is not None:
         facts.append(f"{run.metrics.step[-1]:,.0f} steps")
     versions = run.environment.get("versions")
@@ -110,8 +102,7 @@ def _state(run: RunFacts) -> tuple[str, str, str]:
         why = "none was recorded" if not verdict.devices else "the run used no GPU"
         return "dim", "-", f"No GPU memory to judge: {why}"
     if verdict.verdict == "fault":
-        worst = max(judged, key=lambda d: len(d.faults))
-        found = ", ".join(_CAUSE_WORDS.get(c.cause, c.cause) for c in worst.faults)
+        found = ", ".join(_CAUSE_WORDS.get(c.cause, c.cause) for c in verdict.worst.faults)
         return "bad", "✕", f"Fault: {found}"
     return {
         "healthy": ("ok", "✓", "Healthy: memory is flat"),
@@ -161,7 +152,7 @@ def _phases_in_words(phases: tuple[Phase, ...]) -> str:
     for name in dict.fromkeys(phase.name for phase in phases):
         group = groups[name]
         times = f"{len(group)} x " if len(group) > 1 else ""
-        said.append(f"{times}{name} ({span(sum(p.seconds for p in group))})")
+        said.append(f"{times}{name} ({duration(sum(p.seconds for p in group))})")
     marked = any(phase.marked for phase in phases)
     return ", ".join(said) + ("" if marked else "; worked out from the curves")
 

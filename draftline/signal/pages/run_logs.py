@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.trace import Column
+from draftline.signal.trace import Column, one_line
 
 _MOST_EVENTS = 10_000
 _MOST_COLUMNS = 200
+_MOST_CONFIG_BYTES = 256 << 10  # a training's own is a twentieth of that
+_MOST_LETTERS = 2000  # of a text
+_MOST_LEVELS = 20  # of nested values
+_MOST_NUMBER = 2**63  # a larger whole number can be too long for a text, or for a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +51,54 @@ class Metrics:
 
 
 def read_config(path: Path, missing: list[str], notes: list[str]) -> Mapping[str, Any]:
-    import yaml
-
+    """A run's configuration with texts that may be shown; empty, and said, where it is absent or
+    cannot be read. A file larger than any configuration, or with aliases, is not read: a few lines of
+    these can stand for more than a memory holds."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+        with path.open("rb") as file:
+            data = file.read(_MOST_CONFIG_BYTES + 1)
+        if len(data) > _MOST_CONFIG_BYTES:
+            raise ValueError(f"it is larger than {_MOST_CONFIG_BYTES >> 10} KiB")
+        tree = _load_yaml(data.decode("utf-8", "replace"))
     except FileNotFoundError:
         missing.append(f"no {path.name}")
         return {}
-    except (OSError, yaml.YAMLError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+    except (OSError, ValueError) as error:
+        notes.append(one_line(f"{path.name} cannot be read: {error}"))
         return {}
-    return tree if isinstance(tree, dict) else {}
+    return _shown(tree) if isinstance(tree, dict) else {}
+
+
+def _load_yaml(text: str) -> object:
+    """What the text says; raises ValueError where it is no YAML, or has aliases."""
+    import yaml
+
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"it has an alias (*{event.anchor})")
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    # What its constructors let through for values that are not what their tag says.
+    except (RecursionError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _shown(value: Any, level: int = 0) -> Any:
+    """`value` with every text in it as it may be shown, and "..." for what is nested too deep and for
+    numbers that count nothing."""
+    if isinstance(value, str):
+        return one_line(value, _MOST_LETTERS)
+    if isinstance(value, (dict, list)) and level == _MOST_LEVELS:
+        return "..."
+    if isinstance(value, int) and abs(value) >= _MOST_NUMBER:
+        return "..."
+    if isinstance(value, dict):
+        return {one_line(str(key)): _shown(inner, level + 1) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shown(inner, level + 1) for inner in value]
+    return value
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
@@ -89,7 +130,7 @@ def read_events(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     dropped = 0
     for event in _lines(path, notes):
         if len(events) < _MOST_EVENTS:
-            events.append(event)
+            events.append(_shown(event))
         else:
             dropped += 1
     if dropped:
@@ -101,7 +142,7 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
     columns: dict[str, array[float]] = {}
     count = 0
     for line in _lines(path, notes):
-        values = {key: _number(value) for key, value in line.items() if _is_number(value)}
+        values = {one_line(key): _number(value) for key, value in line.items() if _is_number(value)}
         for key, value in values.items():
             column = columns.get(key)
             if column is None:

@@ -9,40 +9,25 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.signal.live.foreign import Command, exit_code, merge_logs, new_directory, prepare
-
-ALL = "recompiles,graph_breaks,cudagraphs"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "merged"),
-    [
-        ("", ALL),
-        ("+dynamo", f"+dynamo,{ALL}"),
-        (" +recompiles , -graph_breaks", "+recompiles,-graph_breaks,cudagraphs"),
-        (ALL, None),
-        ("help", None),
-        ("+help", None),
-    ],
-)
-def test_logs_that_the_user_wants_stay(wanted: str, merged: str | None) -> None:
-    assert merge_logs(wanted) == merged
+from draftline.signal.live.foreign import Command, exit_code, new_directory, prepare
 
 
 def test_only_what_the_user_has_not_set_is_set(tmp_path: Path) -> None:
-    before = {"HOME": "/h", "TORCH_TRACE": "/user/trace", "TORCH_LOGS_OUT": "/user/log"}
+    logs = " +recompiles , graph_breaks"
+    before = {"TORCH_TRACE": "/user/trace", "TORCH_LOGS_OUT": "/user/log", "TORCH_LOGS": logs}
 
-    environ, outlets = prepare(before, tmp_path, logs=True, trace=True)
+    environ, outlets = prepare(before, tmp_path)
 
-    assert environ == {**before, "TORCH_LOGS": ALL}
+    assert environ == before
+    assert outlets.changed == {}
     assert (outlets.log, outlets.trace) == (Path("/user/log"), Path("/user/trace"))
     assert not outlets.own_log
     assert not outlets.own_trace
     assert outlets.reasons_logged
 
 
-def test_the_trace_alone_leaves_standard_error_alone(tmp_path: Path) -> None:
-    environ, outlets = prepare({}, tmp_path, logs=False, trace=True)
+def test_what_is_set_leaves_standard_error_alone(tmp_path: Path) -> None:
+    environ, outlets = prepare({}, tmp_path)
 
     assert environ == {
         "TORCH_LOGS_OUT": str(tmp_path / "torch.log"),
@@ -57,9 +42,12 @@ def test_paths_hold_in_whatever_directory_the_program_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    environ, _ = prepare({}, Path("signal-1"), logs=False, trace=False)
+    environ, _ = prepare({}, Path("signal-1"))
 
-    assert environ == {"TORCH_LOGS_OUT": str(tmp_path / "signal-1" / "torch.log")}
+    assert environ == {
+        "TORCH_LOGS_OUT": str(tmp_path / "signal-1" / "torch.log"),
+        "TORCH_TRACE": str(tmp_path / "signal-1" / "torch_trace"),
+    }
 
 
 def test_a_directory_that_exists_is_not_taken(

@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,12 @@ from draftline.signal.live.processes import (
     Identity,
     ProcessTree,
     began_s,
-    command_line,
+    environ_of,
     identify,
     is_alive,
     is_visible,
-    variables,
-    written_files,
+    open_files,
+    raw_command,
 )
 
 
@@ -97,9 +98,9 @@ def test_a_reused_number_does_not_join_the_tree(proc: FakeProc) -> None:
 def test_what_another_user_hides_is_unknown(proc: FakeProc) -> None:
     proc.add(10, 1)
 
-    assert variables(10, proc.root) is None
-    assert written_files(99, proc.root) == []
-    assert command_line(10, proc.root) == "process 10"
+    assert environ_of(10, proc.root) is None
+    assert open_files(99, proc.root) == []
+    assert raw_command(10, proc.root) == []
 
 
 def test_this_process_is_seen_as_it_is(tmp_path: Path) -> None:
@@ -107,12 +108,12 @@ def test_this_process_is_seen_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "open file.txt"
 
     with path.open("w"):
-        assert path in written_files(me)
-    assert path not in written_files(me)
-    told = variables(me)
+        assert path in open_files(me)
+    assert path not in open_files(me)
+    told = environ_of(me)
     assert told is not None
     assert told["PATH"] == os.environ["PATH"]
-    assert not command_line(me).startswith("/")
+    assert raw_command(me)[0] == sys.orig_argv[0]
     began = began_s(identify(me))
     assert began is not None
     assert 0 < began < os.stat(path).st_mtime + 1

@@ -115,7 +115,7 @@ def test_a_live_screen_says_lines_above_what_it_draws(
     monkeypatch.setenv("TERM", "xterm")
     with LiveScreen(terminal.out) as screen:
         screen.show(view())
-        screen.say("12:00:00 recompiled: [bold]not markup[/bold]")
+        screen.say("12:00:00 recompile: [bold]not markup[/bold]")
 
     text = terminal.read()
     assert "train.py" in text

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +8,6 @@ from draftline.signal.live.view import (
     View,
     device_line,
     device_rows,
-    duration,
     lines,
     plain,
     rate,
@@ -134,11 +132,3 @@ def test_the_rate_comes_from_metrics_else_from_steps() -> None:
     assert rate(Trace(steps=(steps,)), metrics) == (
         "step 8, 41.2 ms a step, 99,410 tokens/s, waiting: targets 3 %"
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (59.4, "59 s"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (-3, "0 s")],
-)
-def test_durations_are_for_people(seconds: float, words: str) -> None:
-    assert duration(seconds) == words

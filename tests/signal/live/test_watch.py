@@ -121,7 +121,7 @@ def test_a_process_is_watched_until_it_ends(tmp_path: Path) -> None:
 def test_a_process_of_another_user_is_watched_from_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "variables", lambda _pid: None)
+    monkeypatch.setattr(watch, "environ_of", lambda _pid: None)
     monkeypatch.setattr(watch, "_SNAPSHOT_S", 0.0)
     out = io.StringIO()
 

@@ -15,6 +15,7 @@ GIB = 2.0**30
 
 class FakeFeed:
     title = "train.py"
+    behind = False
     no_devices = "no device"
     notes: tuple[str, ...] = ()
 
@@ -70,8 +71,8 @@ def test_events_are_counted_and_said() -> None:
 
     said = watch.poll(1.0)
 
-    assert any("recompiled: `loss` (a.py:4)" in line for line in said)
-    assert "compiling `step` (a.py:9) for 5 s, 2 compiles in 3.5 s, 1 recompile" in drawn(
+    assert any("recompile: `loss` (a.py:4)" in line for line in said)
+    assert "compiling `step` (a.py:9) for 5.0 s, 2 compiles in 3.5 s, 1 recompile" in drawn(
         watch, 1.0
     )
 
