@@ -1,6 +1,6 @@
 """What every program of the corpus runs on: a recorded loop, counters, and proof.
 
-A program (`fault_programs`) gets a Session, trains with it, and the session's counters then say
+A program (of `fault_run.PROGRAMS`) gets a Session, trains with it, and the session's counters then say
 whether the fault really happened. CUDA needs nothing else; on a CPU a test passes its own
 `capture` and a backend that compiles nothing.
 """

@@ -137,7 +137,7 @@ class Crew(AbstractContextManager["Crew"]):
             look()
             self._check_progress()
             time.sleep(_LOOK_S / 2)
-        if not self.stopping.is_set():
+        if self._failure is None:
             look()
         self.close()
 

@@ -216,7 +216,12 @@ def _merge_steps(
             _join(found, key, rows)
     names = [name for name, _ in found]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        notes.append(f"several programs made steps on device {name}: they are kept side by side")
+        first = next(pid for own, pid in found if own == name)
+        judged = "the first" if first is None else f"process {first}"
+        notes.append(
+            f"several programs made steps on device {name}: only those of {judged} are judged; "
+            "diagnose each of the other recordings by itself"
+        )
     return [(name, rows) for (name, _), rows in found.items()]
 
 

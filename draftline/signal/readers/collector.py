@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from draftline.signal.readers.json_row import Row, device, moment, number, parse, process_id, words
+from draftline.signal import latest
+from draftline.signal.readers.json_row import (
+    Row,
+    device,
+    facts,
+    moment,
+    number,
+    parse,
+    process_id,
+    words,
+)
 from draftline.signal.readers.rows import Part, StepRows
 from draftline.signal.readers.run_lines import (
     events_of,
@@ -16,8 +26,7 @@ from draftline.signal.readers.run_lines import (
 )
 from draftline.signal.trace import EVENTS, LEVELS, TOTALS, Event, Program
 
-# What a watcher keeps of each device, and of events. A file is kept whole, but for absurd counts.
-LIVE_STEPS, LIVE_SAMPLES, LIVE_EVENTS = 4096, 8192, 1000
+# A file is kept whole, but for absurd counts.
 _MOST_EVENTS = 200_000
 _MOST_DEVICES = 256
 _FALL_S = 2.0  # lines are written some tenths of a second out of order
@@ -64,6 +73,7 @@ class Collector:
         self._devices: dict[str, str] = {}  # the driver's index, or uuid, of a program's cuda:N
         self._bad = self._unknown = self._events_lost = 0
         self._runs_before = 0
+        self._lines: dict[tuple[str, str], Row] = {}  # the last one of a kind and device
         self._latest_s = -math.inf
 
     def add(self, line: str) -> Row | None:
@@ -76,10 +86,23 @@ class Collector:
         layout = _layout(row)
         if layout is None:
             self._unknown += 1
-        elif not getattr(self, f"_add_{layout}")(row):
+        elif not getattr(self, f"_add_{layout}")(self._whole(row)):
             self._bad += 1
         if self._live:
             self._trim()
+        return row
+
+    def _whole(self, row: Row) -> Row:
+        """The row with what it does not repeat of the line that it says it is like; without it where
+        that line is not the last of its kind and device."""
+        kind, name = row.get("kind"), row.get("device")
+        if not isinstance(kind, str) or not isinstance(name, str):
+            return row
+        before = self._lines.get((kind, name))
+        if "like" in row and before is not None and before.get("time_s") == row["like"]:
+            row = {**before, **row}
+        if before is not None or len(self._lines) < 2 * _MOST_DEVICES:
+            self._lines[kind, name] = row
         return row
 
     def _watch_clock(self, time_s: float) -> None:
@@ -121,13 +144,13 @@ class Collector:
         self.part.began_s = time_s if math.isfinite(time_s) else None
 
     def _add_start(self, row: Row) -> bool:
-        facts, expects = row.get("facts"), row.get("expects")
+        expects = row.get("expects")
         named = expects if isinstance(expects, list) else []
         program = Program(
             name=words(row.get("program")),
             pid=process_id(row.get("pid")),
             expects=frozenset(name for name in named if isinstance(name, str)),
-            facts=facts if isinstance(facts, dict) else {},
+            facts=facts(row.get("facts")),
         )
         self._begin(moment(row.get("time_s")), program)
         self._devices = {}
@@ -136,9 +159,9 @@ class Collector:
 
     def _add_facts(self, row: Row) -> bool:
         """What the program learned about itself after its start."""
-        facts, known = row.get("facts"), self.part.program or Program()
-        if isinstance(facts, dict):
-            self.part.program = replace(known, facts={**known.facts, **facts})
+        known = self.part.program or Program()
+        if new := facts(row.get("facts")):
+            self.part.program = replace(known, facts={**known.facts, **new})
         self._map_devices(row.get("devices"))
         return True
 
@@ -206,8 +229,8 @@ class Collector:
         self.part.is_log = True
         time_s = moment(row.get("time_s"))
         if row["event"] == "start":
-            facts = {key: value for key, value in row.items() if key not in ("time_s", "event")}
-            self._begin(time_s, Program(name="draftline train", facts=facts))
+            told = {key: value for key, value in row.items() if key not in ("time_s", "event")}
+            self._begin(time_s, Program(name="draftline train", facts=facts(told)))
         return all(self._event(time_s, kind, text) for kind, text in events_of(row))
 
     def _add_metrics(self, row: Row) -> bool:
@@ -250,14 +273,11 @@ class Collector:
     def _trim(self) -> None:
         part = self.part
         for steps in part.steps.values():
-            steps.trim(LIVE_STEPS)
+            steps.trim(latest.STEPS)
         for samples in part.devices.values():
-            samples.trim(LIVE_SAMPLES)
+            samples.trim(latest.SAMPLES)
         for lists in part.processes.values():
-            lists.trim(LIVE_SAMPLES)
-        if len(part.events) >= 2 * LIVE_EVENTS:
-            # Marks of phases say where the run is, however long ago they were made.
-            old, kept = part.events[:-LIVE_EVENTS], part.events[-LIVE_EVENTS:]
-            marks = [event for event in old if event.kind == "phase"]
+            lists.trim(latest.SAMPLES)
+        if len(part.events) >= 2 * latest.EVENTS:
             part.falls = []
-            part.events = marks[-LIVE_EVENTS // 2 :] + kept
+            part.events = latest.latest_events(part.events)

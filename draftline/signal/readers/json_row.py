@@ -8,11 +8,13 @@ import re
 from typing import Any
 
 from draftline.signal.readers.clock import read_epoch
+from draftline.signal.trace import one_line
 
 Row = dict[str, Any]
 
 MOST = 2.0**63  # more nanoseconds or bytes than there are; sums of such stay finite
 _MOST_TEXT = 2000
+_MOST_DEPTH = 8  # of what a program tells of itself
 _MOST_PID = 2**53
 _CUDA = re.compile(r"cuda:?(\d{1,4})?")
 _NAME = re.compile(r"[\w./:-]{1,80}")
@@ -47,8 +49,26 @@ def moment(value: object) -> float:
 
 
 def words(value: object) -> str:
-    """A text of bounded length; "" for anything else."""
-    return value[:_MOST_TEXT] if isinstance(value, str) else ""
+    """A text as one printable line of bounded length; "" for anything else."""
+    return one_line(value, _MOST_TEXT) if isinstance(value, str) else ""
+
+
+def facts(value: object) -> Row:
+    """An object with all its text made printable; what lies too deep in it, and anything else than an
+    object, is left out."""
+    return {words(k): _plain(v, 1) for k, v in value.items()} if isinstance(value, dict) else {}
+
+
+def _plain(value: object, depth: int) -> Any:
+    if isinstance(value, str):
+        return words(value)
+    if not isinstance(value, dict | list):
+        return value
+    if depth >= _MOST_DEPTH:
+        return None
+    if isinstance(value, list):
+        return [_plain(each, depth + 1) for each in value]
+    return {words(key): _plain(each, depth + 1) for key, each in value.items()}
 
 
 def process_id(value: object) -> int | None:

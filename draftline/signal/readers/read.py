@@ -15,7 +15,7 @@ from draftline.signal.readers.recording import RecordingTail, read_recording
 from draftline.signal.readers.rows import Part
 from draftline.signal.readers.screen import without_colours
 from draftline.signal.readers.textfile import TextFile, clean
-from draftline.signal.trace import Trace
+from draftline.signal.trace import Trace, one_line
 
 __all__ = ["FORMATS", "RecordingTail", "read_trace"]
 
@@ -26,6 +26,8 @@ FORMATS = (
 )
 # What is read of a directory. Each rank of a program may have a recording of its own.
 _OF_A_RUN = re.compile(r"(?:signal(?:[-_.].*)?|events|metrics)\.jsonl(?:\.gz|\.xz)?")
+_OF_A_MACHINE = re.compile(r"machine-\d+")
+_MOST_PATH, _MOST_NAMED = 1000, 8
 _HEAD_BYTES = 1 << 16
 _LOOKED_AT, _MOST_LOOKED_AT = 400, 1_000_000  # lines that tell the format
 _BLANK = b"\0 \t\r\n"
@@ -47,7 +49,8 @@ _OTHERS: tuple[tuple[bytes, str], ...] = (
 def read_trace(paths: Sequence[Path]) -> Trace:
     """Everything that the files of one run tell, on one clock and by the driver's device indices.
 
-    A run directory stands for the recording and logs in it. What was mended, guessed or left out is
+    A run directory stands for the recording and logs in it, those of its other machines excepted: a
+    note names them, since device numbers of two machines would clash. What was mended, guessed or left out is
     in the notes. Raises ConfigError for no file, and for one that is missing, empty, unreadable,
     hostile or of no known format.
     """
@@ -57,6 +60,8 @@ def read_trace(paths: Sequence[Path]) -> Trace:
     notes: list[str] = []
     seen: set[Path] = set()
     header: Sequence[Role] | None = None
+    for given in paths:
+        notes += _other_machines(given)
     for path in (file for given in paths for file in _files_of(given)):
         real = path.resolve()
         if real in seen:
@@ -64,7 +69,7 @@ def read_trace(paths: Sequence[Path]) -> Trace:
             continue
         seen.add(real)
         part, header = _read(path, header)
-        part.source = str(path)
+        part.source = one_line(str(path), _MOST_PATH)
         parts.append(part)
     parts.sort(key=lambda part: part.kind != "recording")
     trace = assemble(parts)
@@ -95,6 +100,22 @@ def _files_of(path: Path) -> list[Path]:
             f"empty; name a run directory or a file; what can be read: {FORMATS}"
         )
     return filled
+
+
+def _other_machines(path: Path) -> list[str]:
+    """What is to be said of the folders that a run directory has for its other machines."""
+    try:
+        found = [one_line(f.name) for f in path.iterdir() if _OF_A_MACHINE.fullmatch(f.name)]
+    except (OSError, ValueError):  # no directory, or what reading its files will say
+        return []
+    if not found:
+        return []
+    found.sort(key=lambda name: (len(name), name))
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return [
+        f"the run's other machines are not in this: diagnose {', '.join(found[:_MOST_NAMED])}{more} in "
+        f"{one_line(str(path), _MOST_PATH)} each by its own name"
+    ]
 
 
 def _read(path: Path, header: Sequence[Role] | None) -> tuple[Part, Sequence[Role] | None]:

@@ -17,11 +17,13 @@ from draftline.signal.readers.columns import (
     read_quantity,
 )
 from draftline.signal.readers.rows import DeviceRows, Part
+from draftline.signal.trace import one_line
 
 _SAME_LIST_S = 0.1  # rows of one query are written at once
 _MOST_WIDTHS = 4
 _MOST_INDEX = 1024
 _MOST_CELLS = 256
+_LONGEST_NAME = 80  # characters of a uuid or bus id
 
 
 def recognises(line: str) -> bool:
@@ -128,7 +130,7 @@ class QueryReader:
                 stamp = read_stamp(cell)
                 value, zoned = (None, False) if stamp is None else (stamp.seconds, stamp.zoned)
             elif role in ("uuid", "bus"):
-                value = cell
+                value = one_line(cell, _LONGEST_NAME)
             elif role in ("used", "total", "free", "held"):
                 value = read_bytes(cell)
             else:

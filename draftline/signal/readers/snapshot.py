@@ -12,7 +12,7 @@ from draftline.errors import ConfigError
 from draftline.signal.readers.json_row import number
 from draftline.signal.readers.plain_pickle import HostilePickleError, PickleError, items, load_plain
 from draftline.signal.readers.textfile import TextFile
-from draftline.signal.trace import Snapshot
+from draftline.signal.trace import Snapshot, one_line
 
 _MOST_BYTES = 1 << 29
 # Of a compressed one: so much in any case, else so many times its size.
@@ -174,4 +174,4 @@ def _frames(block: Any) -> str:
             continue
         if file.endswith(".py") and "/torch/" not in file and len(words) < _MOST_FRAMES:
             words.append(f"{Path(file[-200:]).name}:{line} {function[:80]}")
-    return " < ".join(words)
+    return one_line(" < ".join(words))

@@ -16,6 +16,8 @@ from draftline.errors import ConfigError
 _CHUNK = 1 << 17
 # A longer line is not one of a recording; without a bound, a file without line ends fills memory.
 LONGEST_LINE = 1 << 18
+# A packed file is read up to this size, or this many times its own: recordings shrink less.
+_UNPACKED_BYTES, _UNPACKED_TIMES = 64 << 20, 100
 _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -68,9 +70,10 @@ class TextFile:
         self.unended = False  # the last line has no end
         self.left_out = False  # and was not given
         self.overlong = 0
+        self._most: int | None = None  # bytes of a packed file after which reading stopped
         self._nuls = 0
         self._size = 0
-        self._wide = False
+        self._packed = self._wide = False
 
     def head(self, most: int) -> bytes:
         """Up to `most` first bytes, unpacked, NUL bytes included."""
@@ -110,6 +113,11 @@ class TextFile:
     def notes(self) -> list[str]:
         """What was wrong with the file as a text, after it was read."""
         found = []
+        if self._most is not None:
+            found.append(
+                f"it unpacks to more than {self._most >> 20} MiB, which is more than recordings do; "
+                "what came before was read"
+            )
         if self.cut:
             found.append("the compressed file is cut off or damaged; what came before was read")
         if self._wide:
@@ -125,9 +133,13 @@ class TextFile:
         return found
 
     def _plain(self) -> Iterator[bytes]:
+        most = max(_UNPACKED_BYTES, _UNPACKED_TIMES * _size(self.path))
         for chunk in self._chunks():
             if self._size == 0:
                 self._wide = chunk.startswith(_MARKS[1:])
+            if self._size + len(chunk) > most and self._packed:
+                self._most = most
+                return
             self._size += len(chunk)
             if b"\0" in chunk:
                 self._nuls += chunk.count(b"\0")
@@ -136,6 +148,7 @@ class TextFile:
 
     def _chunks(self) -> Iterator[bytes]:
         with open_plain(self.path) as stream:
+            self._packed = isinstance(stream, gzip.GzipFile | lzma.LZMAFile)
             while True:
                 try:
                     chunk = stream.read(_CHUNK)
@@ -149,6 +162,13 @@ class TextFile:
                 if not chunk:
                     return
                 yield chunk
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):  # opening it says what is wrong
+        return 0
 
 
 def _split(line: bytes) -> list[str]:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from draftline.signal.recorder.clock import now_s, steady_s
 from draftline.signal.recorder.lines import LineFile
 from draftline.signal.recorder.nvml import Reading
 from draftline.signal.recorder.recent import Recent
 from draftline.signal.recorder.thinning import Thinning
-from draftline.signal.trace import Event, Trace
+from draftline.signal.trace import Event, Trace, one_line
 
 _MOST_EVENTS = 2000  # of a kind that are written; the counters go on counting
+_MOST_TEXT = 2000
 
 
 class Journal:
     """Writes what it is given to `path`, in the background, and keeps the latest part as a Trace.
-    Raises ConfigError where the file cannot be opened, and nothing later."""
+    Raises ConfigError where the file cannot be opened, and nothing later.
+
+    All times written are of the recorder's own clock: events come with the wall clock's and readings
+    with that clock's. Text is made one printable line.
+    """
 
     def __init__(self, path: Path) -> None:
         self.file = LineFile(path)
@@ -40,9 +46,9 @@ class Journal:
         line = {
             "kind": "start",
             "format": 1,
-            "time_s": _rounded(time.time()),
+            "time_s": _rounded(now_s()),
             "pid": os.getpid() if pid is None else pid,
-            "program": program,
+            "program": one_line(program, _MOST_TEXT),
             "expects": list(expects),
             "devices": devices,
             "facts": facts,
@@ -54,7 +60,7 @@ class Journal:
         """What became known of the program after its start: devices, another stance."""
         line = {
             "kind": "facts",
-            "time_s": _rounded(time.time()),
+            "time_s": _rounded(now_s()),
             "devices": devices,
             "facts": facts,
         }
@@ -62,11 +68,14 @@ class Journal:
         self.file.add(line)
 
     def phase(self, name: str) -> None:
-        now_s = _rounded(time.time())
-        self._recent.event(Event(now_s, "phase", name))
-        self.file.add({"kind": "phase", "time_s": now_s, "phase": name})
+        time_s, name = _rounded(now_s()), one_line(name)
+        self._recent.event(Event(time_s, "phase", name))
+        self.file.add({"kind": "phase", "time_s": time_s, "phase": name})
 
     def event(self, event: Event) -> None:
+        event = replace(
+            event, time_s=steady_s(event.time_s), text=one_line(event.text, _MOST_TEXT)
+        )
         self._recent.event(event)
         written = self._events[event.kind] = self._events.get(event.kind, 0) + 1
         if written > _MOST_EVENTS:
@@ -88,7 +97,7 @@ class Journal:
         """A step that has just ended on a device."""
         line = {
             "kind": "step",
-            "time_s": _rounded(time.time()),
+            "time_s": _rounded(now_s()),
             "device": device,
             "step": number,
             "wall_ms": None if wall_s is None else round(wall_s * 1000, 3),
@@ -115,8 +124,9 @@ class Journal:
 
     def _add(self, line: Mapping[str, Any]) -> None:
         thinning = self._thinning.setdefault((line["kind"], line["device"]), Thinning())
-        if thinning.keeps(line):
-            self.file.add(line)
+        told = thinning.take(line)
+        if told is not None:
+            self.file.add(told)
 
     def trace(self) -> Trace:
         return self._recent.trace(str(self.file.path))

@@ -17,6 +17,7 @@ from draftline.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S = 2.0  # for another thread's write at the end; a mount may hang for ever
 _PENDING = 65536  # lines kept while nobody writes them out; older ones are lost, and counted
 
 
@@ -80,9 +81,12 @@ class LineFile:
         if not self.mine or not self._pending:
             return
         with self._writing:
-            lines = [self._pending.popleft() for _ in range(len(self._pending))]
-            if not self._file.closed:
-                self._write("".join(f"{_encode(line)}\n" for line in lines).encode())
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        lines = [self._pending.popleft() for _ in range(len(self._pending))]
+        if lines and not self._file.closed:
+            self._write("".join(f"{_encode(line)}\n" for line in lines).encode())
 
     def _write(self, data: bytes) -> None:
         whole = b"\n" + data if self._torn else data  # first ends the part of a line
@@ -97,11 +101,20 @@ class LineFile:
         if written := whole[: len(whole) - len(rest)]:
             self._torn = not written.endswith(b"\n")
 
-    def close(self) -> None:
-        if self.mine:
-            self.flush()
-            with self._writing:
-                self._file.close()
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
+        """Writes what is pending and closes the file; where another thread's write does not return
+        within `patience_s`, the file is left to it and the lines are lost."""
+        if not self.mine:
+            return
+        if not self._writing.acquire(timeout=patience_s):
+            self.lost += len(self._pending)
+            log.warning("recording %s: a write hangs; the last lines are lost", self.path)
+            return
+        try:
+            self._write_pending()
+            self._file.close()
+        finally:
+            self._writing.release()
 
 
 def _encode(line: Mapping[str, Any]) -> str:

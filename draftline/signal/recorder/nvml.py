@@ -8,10 +8,11 @@ import importlib
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from draftline.signal.recorder.clock import now_s
 
 MIB = 2**20
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]+)?")
@@ -35,7 +36,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One device at a moment. `processes` is bytes by process id (None where a process's are not
+    """One device at a moment of the recorder's own clock. `processes` is bytes by process id (None where a process's are not
     told), or None where the driver does not say who is on the device."""
 
     device: str
@@ -192,7 +193,7 @@ class Nvml:
             self._listed("nvmlDeviceGetGraphicsRunningProcesses", handle),
         ]
         busy = None if util is None else float(util.gpu)
-        return Reading(device.name, time.time(), used, total, busy, told_processes(lists, used))
+        return Reading(device.name, now_s(), used, total, busy, told_processes(lists, used))
 
     def close(self) -> None:
         try:
@@ -225,7 +226,7 @@ class SmiProgram:
         if done.returncode != 0:
             said = (done.stdout + done.stderr).strip().splitlines()
             raise Unavailable(f"nvidia-smi: {said[0] if said else f'exit {done.returncode}'}")
-        return parse_rows(done.stdout, time.time())
+        return parse_rows(done.stdout, now_s())
 
     def devices(self) -> list[Device]:
         return self._devices

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from draftline.signal.latest import EVENTS, SAMPLES, STEPS, latest_events
 from draftline.signal.recorder.nvml import Reading
 from draftline.signal.trace import LEVELS, TOTALS, Event, Program, Samples, Steps, Trace
 
-STEPS, SAMPLES, EVENTS = 4096, 8192, 1000
 _COLUMNS = TOTALS + LEVELS
 _HEAD = ("step", "time_s", "wall_ms")
 
@@ -23,13 +23,13 @@ def _number(value: Any) -> float:
 
 
 class Recent:
-    """Keeps the last 4096 steps and 8192 samples of each device, and 1000 events."""
+    """Keeps the last 4096 steps and 8192 samples of each device, and the events of `latest_events`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[str, deque[tuple[float, ...]]] = {}
         self._samples: dict[str, deque[Reading]] = {}
-        self._events: deque[Event] = deque(maxlen=EVENTS)
+        self._events: list[Event] = []
         self._program = Program()
 
     def program(self, line: Mapping[str, Any]) -> None:
@@ -53,17 +53,21 @@ class Recent:
             self._samples.setdefault(reading.device, deque(maxlen=SAMPLES)).append(reading)
 
     def event(self, event: Event) -> None:
-        self._events.append(event)
+        with self._lock:
+            self._events.append(event)
+            if len(self._events) >= 2 * EVENTS:
+                self._events = latest_events(self._events)
 
     def trace(self, source: str) -> Trace:
         """What is kept, as a Trace of its own."""
         with self._lock:
             steps = {device: list(rows) for device, rows in self._steps.items()}
             samples = {device: list(rows) for device, rows in self._samples.items()}
+            events = latest_events(self._events)
         return Trace(
             samples=tuple(_samples(device, rows) for device, rows in samples.items()),
             steps=tuple(_steps(device, rows) for device, rows in steps.items()),
-            events=tuple(self._events.copy()),
+            events=tuple(events),
             program=self._program,
             sources=(source,),
         )

@@ -51,8 +51,8 @@ class Recorder:
     lets it reset PyTorch's peak each step, for a program that does not read the peak itself. `program`
     names it, by default with its command line.
 
-    Nothing that goes wrong in recording reaches the program: it is said once in the log and counted
-    (`lost_lines`). Only a wrong argument, or a path that cannot be opened, raises ConfigError.
+    Nothing that goes wrong in recording reaches the program: it is said in the log, once and with how
+    much was lost at the end. Only a wrong argument, or a path that cannot be opened, raises ConfigError.
     Safe to call from several threads; a forked child records nothing.
     """
 
@@ -83,18 +83,14 @@ class Recorder:
         self._number = 0
         self._ended_s: float | None = None  # when the previous step ended, perf_counter
         self._phase = ""
-        self._look_at_s = 0.0
+        self._look_at_s = self._facts_at_s = 0.0
+        self._stepping: int | None = None  # the thread of the first step
         self._started = self._stopped = self._broken = False
 
     @property
     def path(self) -> Path:
         """The file: `path` as given, or one beside it where another recording goes to that."""
         return self._journal.file.path
-
-    @property
-    def lost_lines(self) -> int:
-        """Lines that could not be written."""
-        return self._journal.file.lost
 
     def start(self) -> Recorder:
         """Begins the recording and its thread; itself."""
@@ -103,11 +99,11 @@ class Recorder:
         with self._lock:
             if self._started:
                 return self
-            self._started = True
-        self._facts = counters.facts()
-        self._names.look()
-        facts = {**environment(), **self._facts}
-        self._journal.start(self._program, self._expects, self._names.described, facts)
+            self._facts = counters.facts()
+            self._names.look()
+            facts = {**environment(), **self._facts}
+            self._journal.start(self._program, self._expects, self._names.described, facts)
+            self._started = True  # only now, since the start is a recording's first line
         self._sampler.start()
         atexit.register(self.stop)
         return self
@@ -121,6 +117,8 @@ class Recorder:
         self._sampler.stop()
         self._hooks.close()
         self._journal.file.close()
+        if lost := self._journal.file.lost:
+            log.warning("recording %s: %d lines were lost", self.path, lost)
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -203,8 +201,7 @@ class Recorder:
         self.count("captures")
 
     def trace(self) -> Trace:
-        """What was recorded lately, for a live verdict: the last 4096 steps and 8192 samples of each
-        device and 1000 events."""
+        """What was recorded lately, for a live verdict: as much as `draftline.signal.latest` says."""
         return self._journal.trace()
 
     # What is recorded
@@ -225,6 +222,7 @@ class Recorder:
         self._hooks.refresh()
         if not self._names.by_ordinal:
             self._look()
+        self._note_facts(ended_s)
         process = counters.dynamo(expected="compiled" in self._expects)
         with self._lock:
             for name, value in (*self._hooks.values().items(), *self._counts.items()):
@@ -244,12 +242,23 @@ class Recorder:
                 self._journal.step(device, number, wall_s, values)
 
     def _look(self) -> None:
-        """Notes devices that the program began to use and another stance of its compiler."""
-        new, facts = self._names.look(), counters.facts()
-        with self._lock:
-            changed, self._facts = facts != self._facts, facts
-        if new or changed:
-            self._journal.facts(new, facts)
+        """Notes devices that the program began to use."""
+        if new := self._names.look():
+            self._journal.facts(new, self._facts)
+
+    def _note_facts(self, now_s: float) -> None:
+        """Notes another stance of the compiler, as the thread of the first step has it: torch keeps
+        its settings for each thread, and every other one, the sampler's too, sees the defaults."""
+        thread = threading.get_ident()
+        if self._stepping is None:
+            self._stepping = thread
+        if thread != self._stepping or now_s < self._facts_at_s:
+            return
+        self._facts_at_s = now_s + _LOOK_S
+        facts = counters.facts()
+        if facts != self._facts:
+            self._facts = facts
+            self._journal.facts({}, facts)
 
     # What the sampler's thread does
 

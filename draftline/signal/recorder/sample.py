@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from types import TracebackType
 
@@ -18,10 +17,10 @@ _RETRY_S = 30.0  # a driver that failed is asked again after this long
 _HZ_MOST = 100.0
 
 
-def next_tick(due_s: float, now_s: float, period_s: float) -> tuple[float, int]:
-    """When the tick after the one due at `due_s` is due, on the same grid, and how many were missed."""
+def next_tick(due_s: float, now_s: float, period_s: float) -> float:
+    """When the tick after the one due at `due_s` is due: on the same grid, those missed left out."""
     missed = max(0, int((now_s - due_s) / period_s))
-    return due_s + (missed + 1) * period_s, missed
+    return due_s + (missed + 1) * period_s
 
 
 def check_hz(hz: float) -> float:
@@ -34,13 +33,13 @@ def check_hz(hz: float) -> float:
 
 
 class DeviceSampler:
-    """Calls `on_sample` with each Reading, `hz` times a second, from its own thread, and keeps the last
-    `capacity` of them in `readings`. `wanted` gives the names of the devices to read, None for every
-    one; while it gives none, the driver is not even asked. `on_tick` runs after each round.
+    """Calls `on_sample` with each Reading, `hz` times a second, from its own thread. `wanted` gives the
+    names of the devices to read, None for every one; while it gives none, the driver is not even
+    asked. `on_tick` runs after each round.
 
     A context manager. Nothing raises out of the thread, which ends with the program: a source that
     fails is counted in `failures`, said once in the log, kept in `reason` and tried again every 30 s.
-    Ticks lie on a fixed grid; one that comes too late is left out and counted in `missed`.
+    Ticks lie on a fixed grid; one that comes too late is left out.
     """
 
     def __init__(
@@ -51,13 +50,10 @@ class DeviceSampler:
         on_tick: Callable[[], None] | None = None,
         wanted: Callable[[], Collection[str] | None] | None = None,
         source: Callable[[], Source] = open_source,
-        capacity: int = 8192,
     ) -> None:
         self.hz = check_hz(hz)
         self.failures = 0
-        self.missed = 0
         self.reason: str | None = None
-        self.readings: deque[Reading] = deque(maxlen=capacity)
         self._on_sample = on_sample
         self._on_tick = on_tick
         self._wanted = wanted
@@ -92,7 +88,6 @@ class DeviceSampler:
             self._failed(error, now_s)
             return
         for reading in readings:
-            self.readings.append(reading)
             if self._on_sample is not None:
                 self._on_sample(reading)
 
@@ -130,8 +125,7 @@ class DeviceSampler:
                 if not said:
                     said = True
                     log.warning("the sampler could not hand on what it read", exc_info=True)
-            due_s, missed = next_tick(due_s, time.monotonic(), period_s)
-            self.missed += missed
+            due_s = next_tick(due_s, time.monotonic(), period_s)
             self._stop.wait(max(0.0, due_s - time.monotonic()))
 
     def start(self) -> None:
@@ -140,13 +134,14 @@ class DeviceSampler:
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> bool:
-        """Whether the thread ended within `deadline_s`; one that hangs in the driver is left behind."""
+        """Whether the thread ended within `deadline_s`; one that hangs, in the driver
+        or on the disk, is left behind."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(deadline_s)
             if thread.is_alive():
-                log.warning("the sampler did not end within %.0f s: the driver hangs", deadline_s)
+                log.warning("the sampler hangs: it did not end within %.0f s", deadline_s)
                 return False
         self._close()
         return True

@@ -27,16 +27,22 @@ class Session:
                 raise ConfigError(
                     f"signal.start: {self._recorder.path} is being recorded; signal.stop() ends it"
                 )
-            target = Path(path) if path is not None else Path(f"signal-{os.getpid()}.jsonl")
-            self._recorder = Recorder(target, expects=expects, hz=hz, own_peak=own_peak).start()
-            return self._recorder
+            return self._started(path, expects, hz, own_peak)
+
+    def _started(
+        self, path: Path | str | None, expects: Collection[str], hz: float, own_peak: bool
+    ) -> Recorder:
+        target = Path(path) if path is not None else Path(f"signal-{os.getpid()}.jsonl")
+        self._recorder = Recorder(target, expects=expects, hz=hz, own_peak=own_peak).start()
+        return self._recorder
 
     def recorder(self) -> Recorder:
-        """The recorder, started where there is none. A forked child keeps its parent's, which
-        records nothing there."""
-        if self._recorder is None:
-            return self.start(None, (), 5.0, own_peak=False)
-        return self._recorder
+        """The recorder, started where there is none, by the first of several threads that ask. A
+        forked child keeps its parent's, which records nothing there."""
+        if (found := self._recorder) is not None:
+            return found
+        with self._lock:
+            return self._recorder or self._started(None, (), 5.0, own_peak=False)
 
     def stop(self) -> None:
         with self._lock:

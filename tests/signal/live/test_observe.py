@@ -42,7 +42,7 @@ def proc(tmp_path: Path) -> Path:
         (folder / str(pid) / "fd").mkdir(parents=True)
         zeros = " ".join(["0"] * 17)
         (folder / str(pid) / "stat").write_text(f"{pid} (python) S 1 {zeros} 100 0\n")
-        (folder / str(pid) / "cmdline").write_bytes(b"/usr/bin/python\0other.py\0")
+        (folder / str(pid) / "cmdline").write_bytes(b"/usr/bin/py\x1b[2Jthon\0other.py\0")
     return folder
 
 
@@ -80,7 +80,7 @@ def test_the_programs_devices_are_recorded_and_strangers_told_once(
         [seen] = watched.trace().samples
 
     assert (told.kind, told.device) == ("other_process", "0")
-    assert told.text == "process 500 (python) holds 0.09 GiB there"
+    assert told.text == "process 500 (py [2Jthon) holds 0.09 GiB there"
     assert seen.device == "0"
     assert {pid: column[0] for pid, column in seen.by_process.items()} == {
         ME: 700 * MIB,

@@ -7,6 +7,7 @@ import pytest
 
 from draftline.errors import ConfigError
 from draftline.signal.live.run_feed import RunFeed
+from draftline.signal.live.watcher import Watch
 
 NOW_S = 1.8e9
 
@@ -129,3 +130,39 @@ def test_without_a_recording_it_says_what_is_wanted(tmp_path: Path, name: str, w
 
     with pytest.raises(ConfigError, match=f"{words}.*signal.jsonl.*--pid"):
         RunFeed(tmp_path / name)
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\nanother line"
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "signal.jsonl"
+    failed = {"time_s": NOW_S, "event": "failed", "error": ESCAPE}
+    write(path, start(1) | {"program": ESCAPE}, event(ESCAPE, ESCAPE), failed)
+    feed = RunFeed(path)
+    told = feed.poll(NOW_S)
+
+    assert len(told) == 2
+    assert all(f"{e.kind}{e.text}".isprintable() for e in told)
+    assert feed.title == "]0;owned [2J another line"
+
+
+@pytest.mark.parametrize("wrong", ["fast", 1e300, -1.0, True, [1], None, 10**400])
+def test_values_of_a_wrong_kind_are_unknown(tmp_path: Path, wrong: object) -> None:
+    path = tmp_path / "signal.jsonl"
+    metrics = {"time_s": NOW_S, "step": wrong, "step_ms": wrong, "targets_waited_pct": wrong}
+    lines = [
+        {**event("oom"), "time_s": wrong},
+        {**event("oom", "no room"), "device": wrong, "seconds": wrong},
+        {"time_s": wrong, "event": "failed", "error": wrong},
+        start(1) | {"pid": wrong, "time_s": wrong, "program": wrong},
+        {**metrics, "tokens_per_s": 5.0},
+    ]
+    write(path, *lines)
+    feed = RunFeed(path)
+    watch = Watch(feed, NOW_S)
+    watch.poll(NOW_S)
+
+    assert watch.summary(NOW_S, feed.ended(NOW_S + 60) or "a snapshot")
+    assert feed.metrics == {"time_s": NOW_S, "tokens_per_s": 5.0}
+    assert not any("None" in alert.text for alert in watch.alerts.known.values())

@@ -155,3 +155,11 @@ def test_the_year_of_a_stamp_is_the_latest_possible() -> None:
     assert time.localtime(read_time("1231", "23:59:59", "500000", january)).tm_year == 2026
     assert time.localtime(read_time("0101", "00:10:00", "000000", january)).tm_year == 2027
     assert read_time("0230", "00:00:00", "0", january) == january
+
+
+def test_what_a_log_says_cannot_steer_the_terminal() -> None:
+    logs = TorchLogs()
+    events = [*logs.feed(RECOMPILE.replace("seen", "\x1b[2J").splitlines(), NOW_S), *logs.flush()]
+
+    assert [event.kind for event in events] == ["recompile"]
+    assert events[0].text.isprintable()

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.signal.live import watch
+from draftline.signal.live import run_feed, watch
 from draftline.signal.live.run_feed import RunFeed
 from draftline.signal.live.watch import follow, watch_command, watch_pid, watch_run
+from draftline.signal.readers import recording as recording_reader
+from draftline.signal.readers.tail import GrowingFile
 
 
 def recording(path: Path, levels_gib: list[float], pid: int = 1) -> Path:
@@ -53,6 +55,29 @@ def test_a_snapshot_of_a_run_has_its_memory_and_an_exit_code(
     assert watch_run(tmp_path / "run", once=True, out=out) == code
     assert f"{levels[-1]:.2f}/141 GiB" in out.getvalue()
     assert out.getvalue().startswith("train.py: ")
+
+
+class SlowFile(GrowingFile):
+    """A file of which a reader gets a few lines each time."""
+
+    def lines(self, most_bytes: int = 16 << 20) -> list[str]:
+        return super().lines(min(most_bytes, 4096))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_long_recording_is_read_to_its_end_before_it_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: bool
+) -> None:
+    monkeypatch.setattr(recording_reader, "GrowingFile", SlowFile)
+    monkeypatch.setattr(run_feed, "_CATCH_UP_S", 0.0)
+    recording(tmp_path / "signal.jsonl", CLIMBING)
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time_s": 1.9e9, "event": "end"}) + "\n")
+    out = io.StringIO()
+
+    code = follow(RunFeed(tmp_path), out, 0.0 if once else None, lambda _s: None)
+
+    assert code == 3
+    assert f"{CLIMBING[-1]:.2f}/141 GiB" in out.getvalue().splitlines()[-2]
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path) -> None:
@@ -136,16 +161,16 @@ def test_a_process_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def run(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`watch_command` of a Python script in a process of its own, since it takes over signals."""
     call = (
         "import os, sys\nfrom pathlib import Path\nfrom draftline.signal.live.watch import watch_command\n"
         "os.environ['TQDM_DISABLE'] = '1'\n"
-        "command = [sys.executable, '-c', sys.argv[1]]\n"
+        "command = [sys.executable, '-c', sys.argv[1], *sys.argv[3:]]\n"
         "sys.exit(watch_command(command, directory=Path(sys.argv[2])))"
     )
     return subprocess.run(
-        [sys.executable, "-c", call, script, str(tmp_path / "out")],
+        [sys.executable, "-c", call, script, str(tmp_path / "out"), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -208,3 +233,34 @@ def test_a_watcher_that_fails_waits_for_the_program(tmp_path: Path) -> None:
     assert done.returncode == 6
     assert done.stdout == "worked\n"
     assert "watching stopped, the program goes on: ConfigError" in done.stderr
+
+
+SECRETS = ("--hf-token", "hf_abc", "api_key=sk-abc")
+
+
+def test_secrets_of_a_command_are_neither_recorded_nor_shown(tmp_path: Path) -> None:
+    done = run(tmp_path, "import sys; print(sys.argv[1:])", *SECRETS)
+
+    assert done.stdout == f"{list(SECRETS)}\n"
+    told = done.stderr + (tmp_path / "out" / "signal.jsonl").read_text()
+    assert "--hf-token ... api_key=..." in told
+    assert "abc" not in told
+
+
+def test_secrets_of_a_process_are_neither_recorded_nor_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_SNAPSHOT_S", 0.0)
+    script = "print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *SECRETS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        out = io.StringIO()
+        watch_pid(process.pid, directory=tmp_path / "out", once=True, out=out)
+        process.communicate(b"\n")
+
+    told = out.getvalue() + (tmp_path / "out" / "signal.jsonl").read_text()
+    assert "--hf-token ... api_key=..." in told
+    assert "abc" not in told

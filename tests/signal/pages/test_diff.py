@@ -213,3 +213,22 @@ def test_every_rule_gives_one_sentence() -> None:
     for rule in RULES:
         assert re.fullmatch(r"[A-Z].*\.", rule.why), rule.pattern
         assert ". " not in rule.why, rule.pattern
+
+
+def test_what_runs_say_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    escape = "\x1b]0;owned\x07\x1b[2J\r\nx"
+
+    def signal(row: Row) -> Row:
+        if row["kind"] == "start":
+            row["program"] = escape
+            row["facts"] |= {"versions": {escape: escape}, "variables": {"T" + escape: escape}}
+        return row
+
+    def events(row: Row) -> Row:
+        return row | {"versions": {escape: "1"}, "what": f"a {escape}"}
+
+    config = json.dumps({escape: {escape: escape}})
+    a = write_run(tmp_path / "a")
+    b = write_run(tmp_path / "b", signal=signal, events=events, config=config)
+    for found in (compare(a, b), compare(b, a)):
+        assert all(line.isprintable() for line in found.lines())

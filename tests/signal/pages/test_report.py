@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ import pytest
 from recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, write_run
 
 from draftline.errors import ConfigError
+from draftline.signal.judge.cause import Cause
+from draftline.signal.judge.verdict import Verdict
 from draftline.signal.pages.report import write_report
+from draftline.signal.pages.report_verdict import verdict_card
+from draftline.signal.pages.run_facts import read_run
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
@@ -346,3 +351,23 @@ def test_where_a_report_may_be_written(tmp_path: Path) -> None:
         write_report(run, tmp_path / "nowhere" / "x.html")
     with pytest.raises(ConfigError, match="nothing"):
         write_report(tmp_path / "nothing", out)
+
+
+def test_the_headline_is_of_the_device_that_the_verdict_speaks_of(tmp_path: Path) -> None:
+    """Of two faulty devices the one with more faults is not the one that `line` names."""
+    run = read_run([write_run(tmp_path / "a")])
+    [seen] = run.trace.samples
+    [known] = run.verdict.devices
+    lost, again = (Cause(name, "high", "Because.", "mend it") for name in ("leak", "recompiling"))
+    verdict = Verdict(
+        (
+            replace(known, device="0", causes=(lost,)),
+            replace(known, device="1", causes=(again, lost)),
+        )
+    )
+    trace = replace(run.trace, samples=(seen, replace(seen, device="1")))
+    words = verdict_card(replace(run, trace=trace, verdict=verdict))
+
+    assert verdict.line.startswith(f"GPU {verdict.worst.device}: {verdict.worst.causes[0].cause}")
+    assert verdict.worst.device == "0"
+    assert "<span>Fault: memory leaks</span>" in words

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from recorded_runs import write_run
 
 from draftline.signal.pages.run_facts import read_run
@@ -49,3 +51,46 @@ def test_a_broken_configuration_is_a_note(tmp_path: Path) -> None:
     run = read_run([write_run(tmp_path / "a", config="a: [1,\nb: }")])
     assert run.config == {}
     assert any(note.startswith("config.yaml cannot be read") for note in run.notes)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join(9 * [f'*{old}'])}]\n" for old, new in pairwise("abcdefghijklmnop")
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BOMB,
+        BOMB.replace("[*", "{<<: [*").replace("*a]", "*a]}"),
+        "a: &a {b: *a}",
+        "a: " + "[" * 5000,
+        "a: " + "x" * 300_000,
+        "a: 1970-99-99",
+        "a: !!timestamp never",
+        "a: !!bool never",
+        "a: !!float _",
+        "a: " + "9" * 5000,
+    ],
+    ids=range(10),
+)
+def test_a_hostile_configuration_is_a_note_and_reading_it_ends(tmp_path: Path, config: str) -> None:
+    folder = write_run(tmp_path / "a", config=config)
+    run = read_run([folder])
+
+    assert run.config == {}
+    assert any(note.startswith("config.yaml cannot be read: ") for note in run.notes)
+    assert all(note.isprintable() for note in run.notes)
+
+
+def test_texts_and_numbers_of_a_run_can_be_shown(tmp_path: Path) -> None:
+    config = '{"a\\e[2J": "b\\e[2J\\nc", "d": 0x' + "f" * 9000 + ', "e": [[["\\a"]]]}'
+    folder = write_run(tmp_path / "a", config=config)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "failed", "error": "\x1b[2J"}) + "\n")
+        file.write('{"event": "deep", "x\\u001b": ' + "[" * 200 + "]" * 200 + "}\n")
+    run = read_run([folder])
+
+    assert run.config == {"a [2J": "b [2J c", "d": "...", "e": [[[""]]]}
+    assert run.failure == "[2J"
+    assert str(run.events[-1]["x"]) == "[" * 19 + "'...'" + "]" * 19
