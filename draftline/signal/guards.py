@@ -1,4 +1,4 @@
-"""Guard failures of torch.compile in plain words: what changed, from what to what.
+"""Why torch.compile compiles again, gives up or breaks a graph, in plain words.
 
 Dynamo names the guards that no compiled version of a function met, newest version first. A guard
 holds the value a version was compiled for, so the list tells how the value went, and only for tensors
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHOWN = 4  # earlier values named
+_AT_LIMIT = "recompile limit"
 _DTYPES = {
     "Float": "float32",
     "Half": "float16",
@@ -62,9 +63,22 @@ def name_function(name: str) -> str:
     return name if found is None else f"{found[1]} after line {found[2]}"
 
 
+def is_limit(failure: str) -> bool:
+    """Whether a compile that failed so was given up at the recompile limit."""
+    return _AT_LIMIT in failure
+
+
+def describe_break(reason: str) -> str:
+    """What Dynamo could not trace and its explanation, without hints and links."""
+    told = reason.split("\n  Hint:")[0].split("\n\n")[0]
+    return ": ".join(part.strip() for part in told.split("\n  Explanation:"))
+
+
 def read_guard(reason: str) -> Failure:
-    """The failure that one of Dynamo's reasons names, "0/1: " in front or not."""
-    text = re.sub(r"^\s*!?\d+/\d+(?:_\d+)?: ", "", reason).strip()
+    """The failure that one of Dynamo's reasons names, "0/1: " in front or not and a stack trace below
+    or not."""
+    first = reason.strip().partition("\n")[0]
+    text = re.sub(r"^!?\d+/\d+(?:_\d+)?: ", "", first).strip()
     guard, _, remark = text.partition("  #")
     places = _USED.findall(f"#{remark}")
     # What Dynamo's own code depends on says nothing to the program's author.

@@ -13,7 +13,7 @@ import numpy as np
 from draftline.errors import ConfigError
 from draftline.signal.judge.evidence import Evidence
 from draftline.signal.judge.verdict import Verdict, judge
-from draftline.signal.pages.run_logs import Metrics, read_config, read_events, read_metrics
+from draftline.signal.pages.run_logs import Metrics, read_config, read_events, read_metrics, shown
 from draftline.signal.trace import Column, Trace
 
 LOGS = ("events.jsonl", "metrics.jsonl", "signal.jsonl")
@@ -44,7 +44,8 @@ class RunFacts:
         versions = [part.get("versions") for part in (merged, facts)]
         merged |= facts
         both = {k: v for part in versions if isinstance(part, Mapping) for k, v in part.items()}
-        return merged | {"versions": both} if both else merged
+        found: dict[str, Any] = shown(merged | {"versions": both} if both else merged)
+        return found
 
     @property
     def choices(self) -> list[Mapping[str, Any]]:

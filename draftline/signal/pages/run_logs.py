@@ -17,7 +17,7 @@ from draftline.signal.trace import Column, one_line
 
 _MOST_EVENTS = 10_000
 _MOST_COLUMNS = 200
-_MOST_CONFIG_BYTES = 256 << 10  # a training's own is a twentieth of that
+_MOST_CONFIG_BYTES = 64 << 10  # a training's own has some thousand
 _MOST_LETTERS = 2000  # of a text
 _MOST_LEVELS = 20  # of nested values
 _MOST_NUMBER = 2**63  # a larger whole number can be too long for a text, or for a float
@@ -66,15 +66,21 @@ def read_config(path: Path, missing: list[str], notes: list[str]) -> Mapping[str
     except (OSError, ValueError) as error:
         notes.append(one_line(f"{path.name} cannot be read: {error}"))
         return {}
-    return _shown(tree) if isinstance(tree, dict) else {}
+    return shown(tree) if isinstance(tree, dict) else {}
 
 
 def _load_yaml(text: str) -> object:
-    """What the text says; raises ValueError where it is no YAML, or has aliases."""
+    """What the text says; raises ValueError where it is no YAML, has aliases, or is nested deeper than
+    a configuration (which takes PyYAML for ever)."""
     import yaml
 
+    level = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            level += isinstance(event, yaml.CollectionStartEvent)
+            level -= isinstance(event, yaml.CollectionEndEvent)
+            if level > _MOST_LEVELS:
+                raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"it has an alias (*{event.anchor})")
         return yaml.safe_load(text)
@@ -85,7 +91,7 @@ def _load_yaml(text: str) -> object:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def _shown(value: Any, level: int = 0) -> Any:
+def shown(value: Any, level: int = 0) -> Any:
     """`value` with every text in it as it may be shown, and "..." for what is nested too deep and for
     numbers that count nothing."""
     if isinstance(value, str):
@@ -95,9 +101,9 @@ def _shown(value: Any, level: int = 0) -> Any:
     if isinstance(value, int) and abs(value) >= _MOST_NUMBER:
         return "..."
     if isinstance(value, dict):
-        return {one_line(str(key)): _shown(inner, level + 1) for key, inner in value.items()}
+        return {one_line(str(key)): shown(inner, level + 1) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_shown(inner, level + 1) for inner in value]
+        return [shown(inner, level + 1) for inner in value]
     return value
 
 
@@ -130,7 +136,7 @@ def read_events(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     dropped = 0
     for event in _lines(path, notes):
         if len(events) < _MOST_EVENTS:
-            events.append(_shown(event))
+            events.append(shown(event))
         else:
             dropped += 1
     if dropped:

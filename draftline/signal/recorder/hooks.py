@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.guards import describe, name_function
+from draftline.signal.guards import describe, describe_break, is_limit, name_function
 from draftline.signal.recorder import counters
 from draftline.signal.trace import Event
 
 log = logging.getLogger(__name__)
 
-_AT_LIMIT = "recompile limit"
 _TEXT = 400  # characters of a reason that are kept
 _FUNCTIONS = 4096  # code objects whose names are remembered
 
@@ -122,7 +121,7 @@ class CompileHooks:
                 self._compiled(compile_)
         breaks, self._breaks = counters.graph_breaks_after(self._breaks)
         for split in breaks:
-            text = f"{_named(split.function, split.place)}: {_why(split.reason)}"
+            text = f"{_named(split.function, split.place)}: {describe_break(split.reason)}"
             self._emit("graph_break", text, time.time())
         if not self._flex and counters.eager_flex():
             self._flex = True
@@ -133,8 +132,8 @@ class CompileHooks:
         failure = (compile_.failure or "").split("\n")[0]
         again = ""
         if compile_.reason:
-            again = f"{function}: {describe([compile_.reason.splitlines()[0]])}"
-        if _AT_LIMIT in failure:
+            again = f"{function}: {describe([compile_.reason])}"
+        if is_limit(failure):
             self._count("recompile_limits", 1)
             self._emit("recompile_limit", again or function, compile_.ended_s)
             return
@@ -162,9 +161,3 @@ def _named(function: str, place: str) -> str:
     """A function with the last part of its path and its line, where they are known."""
     name = name_function(function) or "a function"
     return f"{name} ({Path(place).name})" if place else name
-
-
-def _why(reason: str) -> str:
-    """What Dynamo could not trace and its explanation, without hints and links."""
-    told = reason.split("\n  Hint:")[0].split("\n\n")[0]
-    return ": ".join(part.strip() for part in told.split("\n  Explanation:"))

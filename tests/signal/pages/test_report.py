@@ -19,6 +19,7 @@ from recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, writ
 from draftline.errors import ConfigError
 from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.verdict import Verdict
+from draftline.signal.pages.diff import compare
 from draftline.signal.pages.report import write_report
 from draftline.signal.pages.report_verdict import verdict_card
 from draftline.signal.pages.run_facts import read_run
@@ -371,3 +372,19 @@ def test_the_headline_is_of_the_device_that_the_verdict_speaks_of(tmp_path: Path
     assert verdict.line.startswith(f"GPU {verdict.worst.device}: {verdict.worst.causes[0].cause}")
     assert verdict.worst.device == "0"
     assert "<span>Fault: memory leaks</span>" in words
+
+
+def test_numbers_that_count_nothing_are_no_obstacle(tmp_path: Path) -> None:
+    endless = 10**400
+
+    def signal(row: Row) -> Row:
+        if row["kind"] == "start":
+            row["facts"] |= {"memory_bytes": endless, "gpus": [{"total_bytes": endless}]}
+        return row
+
+    def events(row: Row) -> Row:
+        return row | {"seconds": endless, "compiled": [{"name": "x", "seconds": endless}]}
+
+    run = write_run(tmp_path / "a", signal=signal, events=events)
+    assert "Healthy: memory is flat" in report(run, tmp_path).text
+    assert compare(run, run).findings == ()
