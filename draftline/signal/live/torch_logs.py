@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from draftline.signal.guards import describe, name_function
+from draftline.signal.guards import describe, describe_break, name_function
 from draftline.signal.trace import Event, one_line
 
 _HEAD = re.compile(
@@ -168,8 +168,8 @@ def break_event(head: Head, lines: Sequence[str]) -> Event | None:
         return make_event(head, "graph_break", f"at {where}: {_WHOLE}")
     told = [line.strip() for line in lines[1:]]
     general = next((t.removeprefix(_BREAK_REASON) for t in told if t.startswith(_BREAK_REASON)), "")
-    after = told[told.index("") + 1 :] if "" in told else []
-    particular = next((t for t in after if t and not t.startswith("User code traceback")), "")
+    after = "\n".join(lines[told.index("") + 2 :]).lstrip("\n") if "" in told else ""
+    particular = "" if after.startswith("User code traceback") else describe_break(after)
     reason = particular if general.endswith(":") or "graph break" in general else general
     whole = f"; {_WHOLE}" if "Skipping the function" in general else ""
     text = f"at {place(found[1], found[2])}: {reason or general or 'no reason is given'}{whole}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftline.signal.guards import name_function
+from draftline.signal.guards import is_limit, name_function
 from draftline.signal.live.torch_logs import (
     LINES,
     LONGEST,
@@ -115,7 +115,7 @@ class TorchTrace:
         self.compiling = None
         self._pending.pop(frame, None)
         why = str(metrics.get("fail_reason") or "")
-        limit = "recompile limit" in why or metrics.get("fail_type") == "FailOnRecompileLimitHit"
+        limit = is_limit(why) or metrics.get("fail_type") == "FailOnRecompileLimitHit"
         if limit and self.limits:
             last = metrics.get("recompile_reason")
             number = re.search(r"currently set to (\d+)", why)
@@ -148,8 +148,7 @@ def _read_reasons(payload: Sequence[str]) -> list[str]:
         told = json.loads("\n".join(payload))
     except (ValueError, RecursionError):
         told = None
-    texts = [str(reason) for reason in told] if isinstance(told, list) else payload[:1]
-    return [text.split("\n", 1)[0] for text in texts]
+    return [str(reason) for reason in told] if isinstance(told, list) else list(payload[:1])
 
 
 def _read_metadata(line: str, now_s: float) -> tuple[Head, dict[str, Any]] | None:
