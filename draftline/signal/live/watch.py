@@ -95,7 +95,8 @@ def _until_ended(watch: Watch, screen: Screen, pause: Callable[[float], None]) -
             _tick(watch, screen)
             if (ended := watch.feed.ended(time.time())) is not None:
                 return ended
-            pause(_TICK_S)
+            if not watch.feed.behind:
+                pause(_TICK_S)
     except KeyboardInterrupt:
         return "no longer watched"
 

@@ -65,9 +65,10 @@ class Watch:
         self._compile_s = 0.0
 
     def poll(self, now_s: float) -> list[str]:
-        """Takes in what is new; the lines to say about it."""
+        """Takes in what is new; the lines to say about it. What was read of a part is not judged."""
         said = self.take(self.feed.poll(now_s))
-        return said + self.judge(now_s) if now_s >= self._judge_at_s else said
+        due = now_s >= self._judge_at_s and not self.feed.behind
+        return said + self.judge(now_s) if due else said
 
     def take(self, events: Iterable[Event]) -> list[str]:
         """Counts events and gives the lines to say about them."""

@@ -104,7 +104,7 @@ def read_run(paths: Sequence[Path]) -> RunFacts:
     events: tuple[Mapping[str, Any], ...] = ()
     metrics = None
     if folder is not None:
-        config = read_config(folder / "config.yaml", missing, notes)
+        config = read_config(folder / "config.yaml", missing)
         events = read_events(folder / "events.jsonl", notes)
         metrics = read_metrics(folder / "metrics.jsonl", notes)
     starts = [event for event in events if event.get("event") == "start"]

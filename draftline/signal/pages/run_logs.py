@@ -50,7 +50,7 @@ class Metrics:
         return float(np.median(late)) if len(late) else None
 
 
-def read_config(path: Path, missing: list[str], notes: list[str]) -> Mapping[str, Any]:
+def read_config(path: Path, missing: list[str]) -> Mapping[str, Any]:
     """A run's configuration with texts that may be shown; empty, and said, where it is absent or
     cannot be read. A file larger than any configuration, or with aliases, is not read: a few lines of
     these can stand for more than a memory holds."""
@@ -64,7 +64,7 @@ def read_config(path: Path, missing: list[str], notes: list[str]) -> Mapping[str
         missing.append(f"no {path.name}")
         return {}
     except (OSError, ValueError) as error:
-        notes.append(one_line(f"{path.name} cannot be read: {error}"))
+        missing.append(one_line(f"a {path.name} that cannot be read: {error}"))
         return {}
     return shown(tree) if isinstance(tree, dict) else {}
 

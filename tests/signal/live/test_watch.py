@@ -58,10 +58,10 @@ def test_a_snapshot_of_a_run_has_its_memory_and_an_exit_code(
 
 
 class SlowFile(GrowingFile):
-    """A file of which a reader gets a few lines each time."""
+    """A file of which a reader gets some hundred lines each time."""
 
     def lines(self, most_bytes: int = 16 << 20) -> list[str]:
-        return super().lines(min(most_bytes, 4096))
+        return super().lines(min(most_bytes, 32 << 10))
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -70,14 +70,17 @@ def test_a_long_recording_is_read_to_its_end_before_it_is_judged(
 ) -> None:
     monkeypatch.setattr(recording_reader, "GrowingFile", SlowFile)
     monkeypatch.setattr(run_feed, "_CATCH_UP_S", 0.0)
-    recording(tmp_path / "signal.jsonl", CLIMBING)
+    levels = [*FLAT, *FLAT[10:], *(70 + n / 20 for n in range(400))]
+    recording(tmp_path / "signal.jsonl", levels)
     (tmp_path / "events.jsonl").write_text(json.dumps({"time_s": 1.9e9, "event": "end"}) + "\n")
-    out = io.StringIO()
+    out, pauses = io.StringIO(), []
 
-    code = follow(RunFeed(tmp_path), out, 0.0 if once else None, lambda _s: None)
+    code = follow(RunFeed(tmp_path), out, 0.0 if once else None, pauses.append)
 
     assert code == 3
-    assert f"{CLIMBING[-1]:.2f}/141 GiB" in out.getvalue().splitlines()[-2]
+    assert pauses == []
+    assert "flat" not in out.getvalue()  # as its first part is
+    assert f"{levels[-1]:.2f}/141 GiB" in out.getvalue().splitlines()[-2]
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from recorded_runs import write_run
 
+from draftline.signal.pages.diff import compare_facts
 from draftline.signal.pages.run_facts import read_run
 
 
@@ -47,10 +48,10 @@ def test_what_is_no_number_is_unknown(tmp_path: Path) -> None:
     assert "metrics.jsonl: 2 lines are no JSON objects" in run.notes
 
 
-def test_a_broken_configuration_is_a_note(tmp_path: Path) -> None:
+def test_a_broken_configuration_is_said(tmp_path: Path) -> None:
     run = read_run([write_run(tmp_path / "a", config="a: [1,\nb: }")])
     assert run.config == {}
-    assert any(note.startswith("config.yaml cannot be read") for note in run.notes)
+    assert any("a config.yaml that cannot be read: " in what for what in run.missing)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -74,13 +75,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=range(10),
 )
-def test_a_hostile_configuration_is_a_note_and_reading_it_ends(tmp_path: Path, config: str) -> None:
+def test_a_hostile_configuration_is_said_and_reading_it_ends(tmp_path: Path, config: str) -> None:
     folder = write_run(tmp_path / "a", config=config)
     run = read_run([folder])
 
     assert run.config == {}
-    assert any(note.startswith("config.yaml cannot be read: ") for note in run.notes)
-    assert all(note.isprintable() for note in run.notes)
+    [said] = [what for what in run.missing if "a config.yaml that cannot be read: " in what]
+    assert said.isprintable()
+    assert f"A has {said}" in compare_facts(run, run, names=("a", "b")).missing
 
 
 def test_texts_and_numbers_of_a_run_can_be_shown(tmp_path: Path) -> None:
