@@ -73,9 +73,7 @@ class Journal:
         self.file.add({"kind": "phase", "time_s": time_s, "phase": name})
 
     def event(self, event: Event) -> None:
-        event = replace(
-            event, time_s=steady_s(event.time_s), text=one_line(event.text, _MOST_TEXT)
-        )
+        event = replace(event, time_s=steady_s(event.time_s), text=one_line(event.text, _MOST_TEXT))
         self._recent.event(event)
         written = self._events[event.kind] = self._events.get(event.kind, 0) + 1
         if written > _MOST_EVENTS:

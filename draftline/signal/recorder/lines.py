@@ -17,7 +17,7 @@ from draftline.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 2.0  # for another thread's write at the end; a mount may hang for ever
+PATIENCE_S = 2.0  # for another thread's write at the end; a mount may hang for ever
 _PENDING = 65536  # lines kept while nobody writes them out; older ones are lost, and counted
 
 
@@ -101,12 +101,12 @@ class LineFile:
         if written := whole[: len(whole) - len(rest)]:
             self._torn = not written.endswith(b"\n")
 
-    def close(self, patience_s: float = _PATIENCE_S) -> None:
+    def close(self) -> None:
         """Writes what is pending and closes the file; where another thread's write does not return
-        within `patience_s`, the file is left to it and the lines are lost."""
+        within two seconds, the file is left to it and the lines are lost."""
         if not self.mine:
             return
-        if not self._writing.acquire(timeout=patience_s):
+        if not self._writing.acquire(timeout=PATIENCE_S):
             self.lost += len(self._pending)
             log.warning("recording %s: a write hangs; the last lines are lost", self.path)
             return

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 30.0  # a driver that failed is asked again after this long
 _HZ_MOST = 100.0
+PATIENCE_S = 5.0  # for the thread's last round at the end
 
 
 def next_tick(due_s: float, now_s: float, period_s: float) -> float:
@@ -133,15 +134,15 @@ class DeviceSampler:
         self._thread = threading.Thread(target=self._run, name="signal-sampler", daemon=True)
         self._thread.start()
 
-    def stop(self, deadline_s: float = 5.0) -> bool:
-        """Whether the thread ended within `deadline_s`; one that hangs, in the driver
+    def stop(self) -> bool:
+        """Whether the thread ended within five seconds; one that hangs, in the driver
         or on the disk, is left behind."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(deadline_s)
+            thread.join(PATIENCE_S)
             if thread.is_alive():
-                log.warning("the sampler hangs: it did not end within %.0f s", deadline_s)
+                log.warning("the sampler hangs: it did not end within %.0f s", PATIENCE_S)
                 return False
         self._close()
         return True

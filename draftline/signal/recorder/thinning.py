@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-FULL = 2048  # lines of a kind and device that are all written, and whole
+FULL = 1024  # lines of a kind and device that are all written, and whole
 # Not even a still device is recorded more rarely: a verdict needs some lines between two pauses.
 MOST_APART_S = 4.2
 # A value that moved so often tells nothing new by moving.

@@ -19,11 +19,11 @@ from fake_nvml import GIB, FakeNvml, gpu
 
 from draftline import signal
 from draftline.errors import ConfigError
-from draftline.signal.recorder import counters, record
+from draftline.signal.recorder import counters, lines, nvml, record, sample
 from draftline.signal.recorder.nvml import Reading
 from draftline.signal.recorder.record import Recorder, command_line
 from draftline.signal.recorder.session import SESSION
-from draftline.signal.trace import TOTALS
+from draftline.signal.trace import TOTALS, Event
 
 
 @pytest.fixture(autouse=True)
@@ -273,15 +273,71 @@ def test_the_driver_is_asked_for_the_programs_devices_by_uuid(
 def test_another_stance_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"stance": "default"}
     monkeypatch.setattr(counters, "facts", lambda: dict(now))
+    monkeypatch.setattr(record, "_LOOK_S", 0.0)
     with Recorder(tmp_path / "signal.jsonl") as recorder:
-        recorder._look()
+        recorder.mark_step()
         now["stance"] = "force_eager"
-        recorder._look()
+        recorder.mark_step()
+        recorder.mark_step()
         program = recorder.trace().program
     facts = of_kind(tmp_path / "signal.jsonl", "facts")
     assert [line["facts"] for line in facts] == [{"stance": "force_eager"}]
     assert program is not None
     assert program.facts["stance"] == "force_eager"
+
+
+def test_settings_of_other_threads_are_not_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps Dynamo's settings for each thread: only the stepping one has the program's."""
+    here = threading.get_ident()
+    monkeypatch.setattr(
+        counters, "facts", lambda: {"dynamo_disabled": threading.get_ident() == here}
+    )
+    monkeypatch.setattr(record, "_LOOK_S", 0.0)
+    with Recorder(tmp_path / "signal.jsonl") as recorder:
+        for _ in range(3):
+            recorder.mark_step()
+            for work in (recorder._tick, recorder.mark_step):
+                other = threading.Thread(target=work)
+                other.start()
+                other.join()
+        program = recorder.trace().program
+    assert of_kind(tmp_path / "signal.jsonl", "facts") == []
+    assert program is not None
+    assert program.facts["dynamo_disabled"] is True
+
+
+def test_a_clock_that_is_set_moves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_by_s = [0.0]
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + set_by_s[0])
+    before_s = real()
+    with Recorder(tmp_path / "signal.jsonl") as recorder:
+        for set_by_s[0] in (0.0, -60.0, -0.3, 3600.0):
+            recorder.phase("run")
+            recorder.mark_step()
+            recorder.event("capture")
+            recorder._journal.event(Event(time.time(), "compile"))
+            recorder._sampled(reading(time_s=nvml.now_s()))
+        trace = recorder.trace()
+    times = [line["time_s"] for line in read(tmp_path / "signal.jsonl")]
+    assert times == pytest.approx(sorted(times), abs=0.002)
+    assert before_s - 1 < times[0] <= times[-1] < real() + 1
+    assert (np.diff(trace.steps[0].time_s) >= 0).all()
+    assert (np.diff([event.time_s for event in trace.events]) > -0.002).all()
+
+
+def test_text_is_recorded_as_one_printable_line(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "signal.jsonl", program="a\x1b[2J\nb") as recorder:
+        recorder.phase("ru\x1b[31mn")
+        recorder.event("error", "one\n\ttwo\x07")
+        trace = recorder.trace()
+    assert trace.program is not None
+    start, phase, event = read(tmp_path / "signal.jsonl")
+    assert start["program"] == trace.program.name == "a [2J b"
+    assert [phase["phase"], event["text"]] == [e.text for e in trace.events]
+    assert [e.text for e in trace.events] == ["ru [31mn", "one two"]
 
 
 def test_the_trace_is_what_was_recorded(tmp_path: Path) -> None:
@@ -488,5 +544,69 @@ def test_a_disk_that_fills_is_the_recorders_trouble_alone(
         for _ in range(3):
             recorder.mark_step()
         recorder.stop()
-    assert recorder.lost_lines >= 3
     assert sum("No space left" in message for message in caplog.messages) == 1
+    assert caplog.messages[-1].endswith(" lines were lost")
+
+
+def test_a_mount_that_hangs_does_not_keep_the_program_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside, release = threading.Event(), threading.Event()
+
+    class Hanging:
+        closed = False
+
+        def write(self, data: bytes) -> int:
+            inside.set()
+            release.wait(30)
+            return len(data)
+
+    recorder = Recorder(tmp_path / "signal.jsonl", hz=100)
+    monkeypatch.setattr(recorder._journal.file, "_file", Hanging())
+    monkeypatch.setattr(lines, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sample, "PATIENCE_S", 0.01)
+    recorder.start()
+    assert inside.wait(10)
+    recorder.mark_step()
+    ending = threading.Thread(target=recorder.stop, daemon=True)
+    ending.start()
+    ending.join(5)
+    ended = not ending.is_alive()
+    release.set()
+    assert ended
+    assert "the sampler hangs" in caplog.text
+    assert "a write hangs" in caplog.text
+    assert caplog.messages[-1].endswith(" 1 lines were lost")
+
+
+def test_threads_that_step_first_at_once_share_one_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun, errors = threading.Barrier(4), []
+    start = Recorder.start
+
+    def slow(self: Recorder) -> Recorder:
+        time.sleep(0.02)  # long enough for the others to come
+        return start(self)
+
+    monkeypatch.setattr(Recorder, "start", slow)
+
+    def work() -> None:
+        begun.wait(10)
+        try:
+            with signal.step():
+                pass
+        except ConfigError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    signal.stop()
+    assert errors == []
+    (path,) = tmp_path.iterdir()
+    kinds = [line["kind"] for line in read(path)]
+    assert kinds == ["start", *["step"] * 4]
