@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from draftline.signal.duration import duration
 from draftline.signal.trace import Column
 
 MIB = 2**20
@@ -236,5 +237,4 @@ def _mib(size: float) -> str:
 
 
 def _span(times: Column) -> str:
-    seconds = float(times[-1] - times[0])
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+    return duration(float(times[-1] - times[0]))
