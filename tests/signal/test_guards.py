@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftline.signal.guards import describe, name_function
+from draftline.signal.guards import describe, describe_break, is_limit, name_function
 
 # As torch 2.11 to 2.14 write them.
 REASONS = [
@@ -105,3 +105,23 @@ def test_the_rest_of_a_function_after_a_graph_break_has_its_name() -> None:
 @given(st.lists(st.text(max_size=200), max_size=5))
 def test_any_text_is_described_in_one_piece(reasons: list[str]) -> None:
     assert describe(reasons)
+
+
+def test_a_stack_below_a_reason_says_nothing_more() -> None:
+    stack = 'User stack trace:\n  File "a.py", line 3, in f'
+    assert describe([f"0/0: k == 0\n{stack}"]) == "value of `k` changed from 0 to another"
+    tensor = "0/0: tensor 'x' size mismatch at index 0. expected 3, actual 4"
+    assert describe([f"{tensor}\n{stack}"]) == describe([tensor])
+
+
+def test_a_break_is_told_without_hints_and_links() -> None:
+    told = (
+        "Unsupported call\n  Explanation: print cannot be traced\n  Hint: remove it\n\n  see x.org"
+    )
+    assert describe_break(told) == "Unsupported call: print cannot be traced"
+    assert describe_break("plain\n\nmore") == "plain"
+
+
+def test_only_the_recompile_limit_is_one() -> None:
+    assert is_limit("recompile limit reached with fullgraph=True")
+    assert not is_limit("Unsupported: call")

@@ -68,7 +68,7 @@ class Collector:
     only, in bounded memory."""
 
     def __init__(self, source: str, *, live: bool = False) -> None:
-        self.part = Part(source, "recording")
+        self.part = Part(words(source), "recording")
         self._live = live
         self._devices: dict[str, str] = {}  # the driver's index, or uuid, of a program's cuda:N
         self._bad = self._unknown = self._events_lost = 0
@@ -99,8 +99,10 @@ class Collector:
         if not isinstance(kind, str) or not isinstance(name, str):
             return row
         before = self._lines.get((kind, name))
-        if "like" in row and before is not None and before.get("time_s") == row["like"]:
-            row = {**before, **row}
+        if "like_ms" in row and before is not None:
+            apart_s = number(row.get("time_s")) - number(before.get("time_s"))
+            if math.isfinite(apart_s) and round(apart_s * 1000) == row["like_ms"]:
+                row = {**before, **row}
         if before is not None or len(self._lines) < 2 * _MOST_DEVICES:
             self._lines[kind, name] = row
         return row

@@ -50,9 +50,9 @@ def read_trace(paths: Sequence[Path]) -> Trace:
     """Everything that the files of one run tell, on one clock and by the driver's device indices.
 
     A run directory stands for the recording and logs in it, those of its other machines excepted: a
-    note names them, since device numbers of two machines would clash. What was mended, guessed or left out is
-    in the notes. Raises ConfigError for no file, and for one that is missing, empty, unreadable,
-    hostile or of no known format.
+    note names them, since device numbers of two machines would clash. What was mended, guessed or
+    left out is in the notes. Raises ConfigError for no file, and for one that is missing, empty,
+    unreadable, hostile or of no known format.
     """
     if not paths:
         raise ConfigError(f"no file was given to read; what can be read: {FORMATS}")
@@ -69,13 +69,13 @@ def read_trace(paths: Sequence[Path]) -> Trace:
             continue
         seen.add(real)
         part, header = _read(path, header)
-        part.source = one_line(str(path), _MOST_PATH)
+        part.source = _shown(path)
         parts.append(part)
     parts.sort(key=lambda part: part.kind != "recording")
     trace = assemble(parts)
     if not trace.devices:
         raise ConfigError(
-            f"{', '.join(str(p) for p in paths)} holds no memory reading and no step"
+            f"{', '.join(_shown(path) for path in paths)} holds no memory reading and no step"
             f"{': ' if trace.notes else ''}{'; '.join(trace.notes)}; what can be read: {FORMATS}"
         )
     return replace(trace, notes=(*notes, *trace.notes))
@@ -102,6 +102,11 @@ def _files_of(path: Path) -> list[Path]:
     return filled
 
 
+def _shown(path: Path) -> str:
+    """A path for people: whoever made a file chose its name."""
+    return one_line(str(path), _MOST_PATH)
+
+
 def _other_machines(path: Path) -> list[str]:
     """What is to be said of the folders that a run directory has for its other machines."""
     try:
@@ -114,7 +119,7 @@ def _other_machines(path: Path) -> list[str]:
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return [
         f"the run's other machines are not in this: diagnose {', '.join(found[:_MOST_NAMED])}{more} in "
-        f"{one_line(str(path), _MOST_PATH)} each by its own name"
+        f"{_shown(path)} each by its own name"
     ]
 
 
@@ -136,9 +141,13 @@ def _read(path: Path, header: Sequence[Role] | None) -> tuple[Part, Sequence[Rol
         part = reader.read(text.lines(whole=True))
         header = reader.header or header
     elif not head.strip(_BLANK):
-        raise ConfigError(f"{path} is empty; record for a few minutes of steady steps first")
+        raise ConfigError(
+            f"{_shown(path)} is empty; record for a few minutes of steady steps first"
+        )
     else:
-        raise ConfigError(f"{path} looks like {_describe(head)}; what can be read: {FORMATS}")
+        raise ConfigError(
+            f"{_shown(path)} looks like {_describe(head)}; what can be read: {FORMATS}"
+        )
     part.notes += text.notes()
     return part, header
 

@@ -36,8 +36,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One device at a moment of the recorder's own clock. `processes` is bytes by process id (None where a process's are not
-    told), or None where the driver does not say who is on the device."""
+    """One device at a moment of the recorder's own clock. `processes` is bytes by process id (None
+    where a process's are not told), or None where the driver does not say who is on the device."""
 
     device: str
     time_s: float

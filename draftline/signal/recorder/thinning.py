@@ -49,8 +49,8 @@ class Thinning:
         self._short = 0
 
     def take(self, line: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What is to be written of the line, None where it is left out. A short line has `like`, the
-        `time_s` of the line before it, and lacks what is the same there."""
+        """What is to be written of the line, None where it is left out. A short line has `like_ms`, how
+        long before it the last one was written, and lacks what is the same there."""
         time_s = line["time_s"]
         until_next_s, self._seen_s = time_s - self._seen_s, time_s
         rare = time_s + until_next_s - self._written_s > MOST_APART_S
@@ -90,4 +90,4 @@ def _differing(line: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, 
         if name in _ALWAYS or name not in before or before[name] != value
     }
     told |= {name: None for name in before if name not in line}
-    return {**told, "like": before["time_s"]}
+    return {**told, "like_ms": round((line["time_s"] - before["time_s"]) * 1000)}

@@ -148,7 +148,11 @@ def test_two_programs_on_one_device(tmp_path: Path) -> None:
     b = write(tmp_path / "b", json_lines(recording_rows(pid=9)))
     trace = read_trace([a, b])
     assert [s.device for s in trace.steps] == ["1", "1"]
-    assert any("several programs made steps on device 1" in note for note in trace.notes)
+    said = (
+        "several programs made steps on device 1: only those of process 4242 are judged; diagnose each "
+        "of the other recordings by itself"
+    )
+    assert said in trace.notes
 
 
 def test_recording_of_an_earlier_run(tmp_path: Path) -> None:

@@ -187,3 +187,48 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
         "1 line(s) of an unknown kind were left out",
         "the last line is cut off and was left out",
     )
+
+
+ESCAPE = "\x1b]0;x\x07\x1b[2J"
+
+
+def test_nothing_that_a_file_says_can_command_a_terminal(tmp_path: Path) -> None:
+    rows = recording_rows()
+    rows[0] |= {"program": f"p{ESCAPE}", "facts": {f"k{ESCAPE}": [f"v\n{ESCAPE}", {"n": 1}]}}
+    at = {"time_s": START_S + 1}
+    rows += [
+        {"kind": "phase", "phase": f"run{ESCAPE}", **at},
+        {"kind": "event", "event": f"odd{ESCAPE}", "text": f"a\r\nb{ESCAPE}", **at},
+        {"kind": "facts", "facts": {"later": ESCAPE}, **at},
+    ]
+    trace = read(tmp_path, rows)
+    assert trace.program is not None
+    told = [trace.program.name, repr(trace.program.facts), *trace.devices]
+    told += [word for event in trace.events for word in (event.kind, event.text)]
+    assert all(word.isprintable() for word in told), told
+    assert "\\x" not in repr(trace.program.facts)
+    assert {"a b ]0;x [2J", "run ]0;x [2J"} <= {event.text for event in trace.events}
+    log = {"event": "start", "config": {"run": {"name": ESCAPE}}, **at}
+    text = json_lines([log, {"step": 1, "step_ms": 5.0, "reserved_gib/cuda:0": 1.0, **at}])
+    (tmp_path / "events.jsonl").write_text(text)
+    started = read_trace([tmp_path / "events.jsonl"]).program
+    assert started is not None
+    assert started.facts == {"config": {"run": {"name": "]0;x [2J"}}}
+
+
+def test_what_a_program_tells_is_kept_to_some_depth(tmp_path: Path) -> None:
+    rows = recording_rows()
+    deep: Any = 1
+    for _ in range(300):
+        deep = {"a": deep}
+    rows[0]["facts"] = {"deep": deep, "n": 1}
+    program = read(tmp_path, rows).program
+    assert program is not None
+    assert program.facts["n"] == 1
+    assert len(repr(program.facts)) < 100
+
+
+def test_a_name_of_a_file_is_printable(tmp_path: Path) -> None:
+    (tmp_path / f"signal-{ESCAPE}.jsonl").write_text(json_lines(recording_rows()))
+    (source,) = read_trace([tmp_path]).sources
+    assert source.isprintable()

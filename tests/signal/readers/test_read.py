@@ -178,6 +178,20 @@ def test_sources_and_notes_name_the_files(tmp_path: Path) -> None:
     assert f"{paths[0]}: 1 line(s) could not be read" in trace.notes
 
 
+def test_folders_of_other_machines_are_named(tmp_path: Path) -> None:
+    rows = json_lines(recording_rows())
+    write(tmp_path / "signal.jsonl", rows)
+    for name in ("machine-1", "machine-10", "machine-2", "machine-x"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "signal.jsonl", rows)
+    trace = read_trace([tmp_path])
+    assert trace.notes == (
+        "the run's other machines are not in this: diagnose machine-1, machine-2, machine-10 in "
+        f"{tmp_path} each by its own name",
+    )
+    assert read_trace([tmp_path / "machine-2"]).notes == ()
+
+
 def read_soundly(path: Path, data: bytes) -> None:
     with suppress(ConfigError):
         assert_sound(read_trace([write(path, data)]))

@@ -221,3 +221,9 @@ def test_permuted_columns_tell_the_same(
     path = tmp_path_factory.mktemp("smi")
     whole = read(path, query_csv(gpus=2, columns=" ".join(sorted(order))))
     assert_same(read(path, query_csv(gpus=2, columns=" ".join(order))), whole)
+
+
+def test_a_uuid_cannot_command_a_terminal(tmp_path: Path) -> None:
+    rows = [f"GPU-\x1b]0;x\x07{g}, {1000 + g} MiB" for g in (1, 2)] * 12
+    trace = read(tmp_path, "\n".join(["uuid, memory.used [MiB]", *rows]) + "\n")
+    assert trace.devices == ["GPU- ]0;x 1", "GPU- ]0;x 2"]

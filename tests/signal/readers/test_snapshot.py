@@ -269,3 +269,12 @@ def test_error_tells_what_it_would_run() -> None:
         HostilePickleError, match=r"would run code \(GLOBAL 'os system' at byte 2\)"
     ):
         load_plain(b"\x80\x02cos\nsystem\n.", KEYS)
+
+
+def test_frames_cannot_command_a_terminal(tmp_path: Path) -> None:
+    held = block(2 * MIB, "active_allocated")
+    held["frames"][-1] |= {"filename": "/x/a\x1b[2J.py", "name": "f\x1b]0;x\x07"}
+    segments = [{"device": 0, "total_size": 2 * MIB, "allocated_size": 2 * MIB, "blocks": [held]}]
+    path = write(tmp_path / "a", pickle.dumps({"segments": segments, "device_traces": []}))
+    ((_, frames),) = read_trace([path]).snapshots[0].largest
+    assert frames == "a [2J.py:1 f ]0;x"

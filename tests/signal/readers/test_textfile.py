@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,20 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             list(TextFile(path).lines())
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_a_small_file_cannot_unpack_to_a_huge_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(textfile, "_UNPACKED_BYTES", 1 << 20)
+    data = b"0, 1 MiB\n" * 2_000_000
+    path = write(tmp_path / "a", pack(data))
+    allowed = max(1 << 20, 100 * path.stat().st_size)
+    text = TextFile(path)
+    size = sum(len(line) + 1 for line in text.lines())
+    assert 0.5 * allowed < size <= allowed + 1  # the last line may be cut
+    assert f"unpacks to more than {allowed >> 20} MiB" in text.notes()[0]
+    plain = TextFile(write(tmp_path / "b", data))
+    assert sum(len(line) + 1 for line in plain.lines()) == len(data)
+    assert plain.notes() == []

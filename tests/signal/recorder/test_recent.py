@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftline.signal.recorder import recent
+from draftline.signal import latest
 from draftline.signal.recorder.nvml import Reading
 from draftline.signal.recorder.recent import Recent
 from draftline.signal.trace import Event
@@ -41,16 +41,16 @@ def test_a_process_missing_from_a_told_list_holds_nothing_and_from_an_untold_one
 
 def test_memory_is_bounded_for_each_device() -> None:
     kept = Recent()
-    for number in range(recent.STEPS + 5):
+    for number in range(latest.STEPS + 5):
         kept.step(step(number, "0"))
     kept.step(step(0, "1"))
-    for number in range(recent.EVENTS + 5):
+    for number in range(latest.EVENTS + 5):
         kept.event(Event(float(number), "compile"))
     trace = kept.trace("x")
     lengths = {steps.device: len(steps.number) for steps in trace.steps}
-    assert lengths == {"0": recent.STEPS, "1": 1}
+    assert lengths == {"0": latest.STEPS, "1": 1}
     assert trace.steps[0].number[0] == 5
-    assert len(trace.events) == recent.EVENTS
+    assert len(trace.events) == latest.EVENTS
 
 
 def test_what_becomes_known_later_is_added_to_the_program() -> None:
@@ -67,3 +67,18 @@ def test_what_becomes_known_later_is_added_to_the_program() -> None:
     assert program is not None
     assert (program.name, program.pid, program.expects) == ("p", 3, {"compiled"})
     assert program.facts == {"stance": "force_eager", "cpus": 2}
+
+
+def test_a_storm_of_compiles_does_not_push_out_what_still_holds() -> None:
+    kept = Recent()
+    lasting = [Event(0.0, "phase", "run"), Event(1.0, "eager_flex"), Event(2.0, "recompile_limit")]
+    for event in lasting:
+        kept.event(event)
+    for number in range(5 * latest.EVENTS):
+        kept.event(Event(10.0 + number, "compile"))
+    events = kept.trace("x").events
+    assert list(events[:3]) == lasting
+    assert len(events) == 3 + latest.EVENTS
+    for number in range(5 * latest.EVENTS):
+        kept.event(Event(1e5 + number, "phase", "run"))
+    assert len(kept.trace("x").events) <= 1.5 * latest.EVENTS
