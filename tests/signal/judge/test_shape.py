@@ -197,9 +197,9 @@ def test_few_readings_are_no_shape(count: int) -> None:
 def test_words_name_what_was_seen() -> None:
     assert shape_of("a leak").words == "grows by 12 MiB a second, 797 MiB in 1 min 4 s"
     assert shape_of("two late stairs").words == (
-        "grew in 2 rises by 700 MiB in 64 s and gave nothing back"
+        "grew in 2 rises by 700 MiB in 1 min 4 s and gave nothing back"
     )
-    assert shape_of("flushes").words.startswith("11 falls of up to 900 MiB in 64 s, each to")
+    assert shape_of("flushes").words.startswith("11 falls of up to 900 MiB in 1 min 4 s, each to")
     assert shape_of("one late fall").words == "one fall by 700 MiB, otherwise still"
     assert "4 short excursions of up to 4,000 MiB" in shape_of("evaluations").words
 
