@@ -49,6 +49,14 @@ class WatchCommand(TyperCommand):
             cut = args.index("--")
             ctx.meta[_COMMAND] = args[cut + 1 :]
             args = args[:cut]
+        elif len([word for word in args if not word.startswith("-")]) > 1 and not {
+            "--pid",
+            "--out",
+        }.intersection(args):
+            raise ConfigError(
+                f"watch takes one RUN, not {' '.join(args)}; a command stands behind --, as in "
+                "`draftline watch -- python train.py`"
+            )
         return super().parse_args(ctx, args)
 
 
@@ -79,8 +87,8 @@ def watch_command(
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
         raise ConfigError(
-            f"watch takes one of {', '.join(given)}; {' and '.join(chosen) or 'none'} was given, as in "
-            "`draftline watch -- python train.py`"
+            f"watch takes one of {', '.join(given)}, and {' and '.join(chosen) or 'none'} came; write "
+            "`draftline watch -- python train.py`, say"
         )
     if run is not None and out is not None:
         raise ConfigError(f"--out {out}: a RUN has its recording already; leave --out away")

@@ -88,8 +88,9 @@ def test_a_file_of_no_known_kind_is_a_users_fault(run: Run, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["watch"], "none was given"),
-        (["watch", TRACES, "--pid", "1"], "RUN and --pid was given"),
+        (["watch"], "and none came"),
+        (["watch", TRACES, "--pid", "1"], "RUN and --pid came"),
+        (["watch", "python", "train.py"], "a command stands behind --"),
         (["watch", "--once", "--", "true"], "a command is watched until it ends"),
         (["watch", "--"], "nothing stands behind --"),
         (["watch", TRACES, "--out", "x"], "a RUN has its recording already"),

@@ -67,12 +67,11 @@ def compile_storm(seen: Evidence) -> Cause | None:
         return None
     took = "" if share is None else f"; compiling took {100 * min(share, 1):.0f} % of the time"
     why = last_text(seen.events("recompile", steady=False))
-    each = "each" if steps_hit >= seen.count else str(steps_hit)
     return Cause(
         "compile_storm",
         "high",
-        f"{counted(number, 'compile')} (backward passes included) in {each} of the {seen.count} steps "
-        f"after the start{took}{because(why)}.",
+        f"{counted(number, 'compile')} in all (backward passes included) at {steps_hit} of {seen.count} "
+        f"steps after the start{took}{because(why)}.",
         "build compiled functions once, outside the loop, and warm every shape before it; find the "
         "callers with TORCH_LOGS=recompiles",
     )

@@ -186,6 +186,8 @@ class Evidence:
         """Of the device's memory as the driver sees it."""
         if self.samples is None:
             return Shape("unknown", "the device was not sampled")
+        if not np.isfinite(self.samples.used_bytes).any():
+            return Shape("unknown", "the files hold no memory in use (memory.used) of this device")
         return find_shape(self.samples.time_s, self.samples.used_bytes, self.sampled_windows)
 
     @cached_property

@@ -16,9 +16,12 @@ SETTLING_STEPS = 3
 # A plateau at the end of an unmarked recording counts as the steady state from here on.
 _PLATEAU_READINGS = 20
 _PLATEAU_SHARE = 0.25
-# Without a mark or a plateau at most this share of a recording is taken for warm-up.
+# Without a mark or a plateau at most this share of a recording is taken for warm-up, and never more time:
+# what rises for hours is no start.
 _WARM_SHARE = 0.4
+LONGEST_START_S = 900.0
 _QUIET_STEPS = 8
+_WORKING_READINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,11 @@ def _from_memory(samples: Samples) -> list[Phase]:
     if len(busy) == 0 or used.max() - idle <= TOLERANCE_BYTES:
         return [Phase("run", float(times[0]), float(times[-1]), marked=False)]
     start, stop = int(busy[0]), int(busy[-1])
+    # A device that computes is in use, though its memory has not risen since the recording began.
+    computes = (samples.util_pct[known] > 0).astype(float)
+    in_a_row = np.convolve(computes, np.ones(_WORKING_READINGS), "valid")
+    steady = np.flatnonzero(in_a_row > _WORKING_READINGS - 0.5)
+    start = min([start, *steady[:1].tolist()])
     # The program's exit frees in parts: leave out what is below half of the usual level at the end.
     usual = float(np.median(used[start : stop + 1]))
     while stop > start and used[stop] < idle + 0.5 * (usual - idle):
@@ -159,9 +167,10 @@ def _plateau(times: Column, used: Column) -> int:
     still = int(np.argmax(highest - lowest <= TOLERANCE_BYTES))
     length = float(times[-1] - times[0])
     share = float(times[-1] - times[still]) / length if length else 0.0
-    if len(times) - still >= _PLATEAU_READINGS and share >= _PLATEAU_SHARE:
+    short = float(times[still] - times[0]) <= LONGEST_START_S
+    if short and len(times) - still >= _PLATEAU_READINGS and share >= _PLATEAU_SHARE:
         return still
-    later = times >= times[0] + _WARM_SHARE * length
+    later = times >= times[0] + min(_WARM_SHARE * length, LONGEST_START_S)
     level, low = float(np.median(used[later])), float(used[0])
     reached = int(np.argmax(used >= low + 0.9 * (level - low)))
     return min(reached, int(np.argmax(later)))

@@ -21,6 +21,8 @@ TOLERANCE_BYTES = 8 * MIB
 SHAPES = ("flat", "staircase", "sawtooth", "slope", "volatile", "unknown")
 _FEWEST_READINGS = 8
 _GRID = 65
+# Several rises over a longer time are no settling, though memory stands still since.
+_LONGEST_SETTLING_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def _rising(times: Column, values: Column, grid: Column, tolerance: float, facts
     rising = np.diff(grid) > rise / (8 * _GRID)
     rises = int(rising[0]) + int(np.sum(rising[1:] & ~rising[:-1]))
     late = values[times >= times[0] + (times[-1] - times[0]) / 2]
-    if float(np.ptp(late)) <= tolerance:
+    last_s = float((np.flatnonzero(rising)[-1] + 1) / (_GRID - 1) * (times[-1] - times[0]))
+    if float(np.ptp(late)) <= tolerance and (rises < 3 or last_s <= _LONGEST_SETTLING_S):
         words = f"rose by {_mib(rise)} in the first half of {_span(times)}, still since"
         return replace(facts, kind="flat", words=words, rises=rises)
     slope, fit, off = _line(times, values)

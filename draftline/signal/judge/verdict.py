@@ -19,8 +19,8 @@ from draftline.signal.judge.memory_rules import (
     unbounded_shapes,
 )
 from draftline.signal.judge.phases import PAUSES, Phase
-from draftline.signal.judge.shape import MIB, Shape, counted
-from draftline.signal.trace import Trace, device_name
+from draftline.signal.judge.shape import MIB, TOLERANCE_BYTES, Shape, counted
+from draftline.signal.trace import Snapshot, Trace, device_name
 
 COUNTERS_NEEDED = (
     "record its counters: `from draftline import signal`, then `signal.mark_step()` after each step "
@@ -189,6 +189,8 @@ def _without_fault(seen: Evidence, shape: Shape) -> Cause:
     if seen.device == "cpu":
         words = "the program used no GPU: there is no device memory to judge."
         return Cause("unknown", "high", words, "nothing to do")
+    if seen.snapshots and seen.steps is None and seen.samples is None:
+        return _of_snapshot(seen.snapshots[-1])
     if shape.kind == "unknown":
         needed = "record a longer stretch" if seen.samples or seen.steps else "record its memory"
         return Cause("unknown", "low", f"{shape.words}.", f"{needed}; {COUNTERS_NEEDED}")
@@ -231,7 +233,23 @@ def _without_fault(seen: Evidence, shape: Shape) -> Cause:
     unseen = (
         "" if seen.samples else "; the device itself was not sampled, so nothing is known of others"
     )
-    return Cause("healthy", "high", f"{shape.words}; {_quiet(seen)}{unseen}.", "nothing to do")
+    # One rise is no pattern, and not nothing either.
+    sure = "high" if not shape.range_bytes > TOLERANCE_BYTES else "medium"
+    return Cause("healthy", sure, f"{shape.words}; {_quiet(seen)}{unseen}.", "nothing to do")
+
+
+def _of_snapshot(shot: Snapshot) -> Cause:
+    """What one moment shows: where the memory lies, and no movement."""
+    largest = "; ".join(f"{size / MIB:,.0f} MiB from {frame}" for size, frame in shot.largest[:5])
+    return Cause(
+        "unknown",
+        "low",
+        f"at the snapshot the allocator holds {shot.reserved_bytes / MIB:,.0f} MiB in "
+        f"{counted(shot.segments, 'segment')}: {shot.allocated_bytes / MIB:,.0f} MiB in use, "
+        f"{shot.inactive_bytes / MIB:,.0f} MiB in gaps of split blocks. Largest live blocks: "
+        f"{largest or 'not recorded'}. One moment says nothing of movement.",
+        COUNTERS_NEEDED,
+    )
 
 
 def _quiet(seen: Evidence) -> str:

@@ -129,6 +129,10 @@ def _read(path: Path, header: Sequence[Role] | None) -> tuple[Part, Sequence[Rol
     if snapshot.looks_like(head):
         found, notes = snapshot.read_snapshot(path)
         return Part(path.name, "snapshot", snapshots=found, notes=notes), header
+    if head[257:262] == b"ustar":
+        raise ConfigError(
+            f"{_shown(path)} is a tar archive, perhaps of several runs; unpack it and name the files of one"
+        )
     kind = _kind_of(TextFile(path).lines())
     if kind == "recording":
         part = read_recording(text)

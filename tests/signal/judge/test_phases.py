@@ -23,6 +23,8 @@ from traces import (
 
 from draftline.signal.judge.evidence import gather
 from draftline.signal.judge.phases import SETTLING_STEPS, Phase, find_phases, steady_windows
+from draftline.signal.judge.verdict import judge
+from draftline.signal.trace import Samples
 
 MARKS = ((-1, "load"), (0, "warm"), (4, "run"))
 PLATEAU_MIB = RESERVED_MIB + CONTEXT_MIB
@@ -250,3 +252,18 @@ def test_steps_that_are_often_long_are_no_pauses() -> None:
 
 def test_irregular_long_steps_are_no_pauses() -> None:
     assert breaks(run(step_s={-1: 0.04} | dict.fromkeys([20, 25, 120], 0.2))) == []
+
+
+@pytest.mark.parametrize(
+    ("rises_h", "shape"),
+    [((1, 2, 4, 8), "staircase"), ((5,), "flat"), ((), "flat"), ((0.1,), "flat")],
+)
+def test_hours_of_growth_are_no_start(rises_h: tuple[float, ...], shape: str) -> None:
+    """Ten hours of a busy device of which only its memory is known."""
+    times = np.arange(0, 36000, 5.0)
+    used = 40 * 2.0**30 + sum((times >= 3600 * h) * 2.0**31 for h in rises_h)
+    util = np.where(times < 60, 0.0, 98.0)
+    samples = Samples("0", times, np.broadcast_to(used, times.shape).copy(), util)
+    [device] = judge(Trace(samples=(samples,))).devices
+    assert device.shape == shape
+    assert next(p.seconds for p in device.phases if p.name == "run") > 34000
