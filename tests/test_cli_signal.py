@@ -147,3 +147,19 @@ def test_report_is_one_page(run: Run, tmp_path: Path) -> None:
     assert "leak" in text
     assert 'src="http' not in text
     assert '<link rel="stylesheet"' not in text
+
+
+def test_an_archive_of_several_runs_is_not_read_as_one(run: Run) -> None:
+    archive = Path(__file__).parent / "data" / "faults" / "corpus.tar.xz"
+    code, _, err = run("diagnose", archive)
+    assert code == 2
+    assert "tar archive" in err
+
+
+def test_a_file_without_memory_is_told_what_it_lacks(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "util.csv"
+    rows = [f"2026/11/29 13:00:{i:02d}.000, 0, 50 %" for i in range(40)]
+    file.write_text("\n".join(["timestamp, index, utilization.gpu [%]", *rows]) + "\n")
+    code, out, _ = run("diagnose", file)
+    assert code == 4
+    assert "no memory in use (memory.used)" in out

@@ -200,3 +200,11 @@ def test_growth_that_is_not_recorded_is_not_a_flat_run() -> None:
     verdict = judge(replace(trace, steps=(unknown,)))
     assert verdict.devices[0].shape == "unknown"
     assert verdict.exit_code == 4
+
+
+def test_a_snapshot_alone_shows_where_memory_lies_and_no_movement() -> None:
+    [device] = judge(Trace(snapshots=(shot([1000.0] * 4),))).devices
+    [cause] = device.causes
+    assert cause.cause == "unknown"
+    assert "holds 2,048 MiB in 30 segments: 1,024 MiB in use" in cause.evidence
+    assert "9 MiB from train.py:7 step" in cause.evidence
