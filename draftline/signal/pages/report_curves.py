@@ -57,10 +57,13 @@ def extent(run: RunFacts) -> tuple[float, float, bool] | None:
     for steps in trace.steps:
         if len(steps.time_s):
             # A step's moment is its end.
-            first_s = np.nan_to_num(steps.wall_ms[0] / 1000)
-            ends.append((float(steps.time_s[0] - first_s), float(steps.time_s[-1])))
-    if ends and trace.events:
-        ends.append((trace.events[0].time_s, trace.events[-1].time_s))
+            took_s = np.nan_to_num(steps.wall_ms[0] / 1000)
+            ends.append((float(steps.time_s[0] - took_s), float(steps.time_s[-1])))
+    if trace.events:
+        first_s, last_s = trace.events[0].time_s, trace.events[-1].time_s
+        # Events alone give way to the training's own clock, where that is another one.
+        if ends or metrics is None or metrics.dated == (first_s > _YEAR_1973_S):
+            ends.append((first_s, last_s))
     dated = any(first > _YEAR_1973_S for first, _ in ends)
     if metrics is not None and (metrics.dated == dated or not ends):
         dated = metrics.dated

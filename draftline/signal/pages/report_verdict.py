@@ -82,7 +82,7 @@ def verdict_card(run: RunFacts) -> str:
     devices = "".join(
         _device(verdict, seen)
         for verdict, seen in zip(run.verdict.devices, gather(run.trace), strict=True)
-        if not _is_host(verdict)
+        if verdict.faults or not _is_host(verdict)
     )
     return (
         f'<section id="verdict" class="verdict {tone}"><h2><span aria-hidden="true">{sign}</span>'
@@ -97,13 +97,13 @@ def _is_host(device: DeviceVerdict) -> bool:
 
 def _state(run: RunFacts) -> tuple[str, str, str]:
     verdict = run.verdict
-    judged = [device for device in verdict.devices if not _is_host(device)]
-    if not judged:
-        why = "none was recorded" if not verdict.devices else "the run used no GPU"
-        return "dim", "-", f"No GPU memory to judge: {why}"
+    # A program on the CPU has no memory to judge; its compiles may be at fault all the same.
     if verdict.verdict == "fault":
         found = ", ".join(_CAUSE_WORDS.get(c.cause, c.cause) for c in verdict.worst.faults)
         return "bad", "✕", f"Fault: {found}"
+    if all(map(_is_host, verdict.devices)):
+        why = "none was recorded" if not verdict.devices else "the run used no GPU"
+        return "dim", "-", f"No GPU memory to judge: {why}"
     return {
         "healthy": ("ok", "✓", "Healthy: memory is flat"),
         "flat": ("ok", "✓", "Memory is flat; whether the step is compiled was not recorded"),
@@ -112,7 +112,8 @@ def _state(run: RunFacts) -> tuple[str, str, str]:
 
 
 def _device(verdict: DeviceVerdict, seen: Evidence) -> str:
-    rows = [("Memory", f"{verdict.shape}: {verdict.words}")]
+    memory = verdict.words if _is_host(verdict) else f"{verdict.shape}: {verdict.words}"
+    rows = [("Memory", memory)]
     level = _highest(seen)
     if level:
         rows.append(("Highest", level))

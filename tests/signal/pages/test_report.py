@@ -330,6 +330,40 @@ def test_time_begins_with_the_first_thing_known(tmp_path: Path) -> None:
     assert "0.00 compile f" in page.text
 
 
+def storm(path: Path) -> Path:
+    """What watching a program on the CPU records of its compiles: no step, no device memory."""
+    text = "`loss` (a.py:3): limit of 8 reached, new cases run uncompiled"
+    events = [
+        ("recompile", second, f"`loss` (a.py:3): value of `k` changed from {second} to another")
+        for second in range(1, 8)
+    ]
+    rows: list[Row] = [
+        {"kind": "start", "format": 1, "time_s": START_S, "pid": 77, "program": "a.py"},
+        *(
+            {"kind": "event", "time_s": START_S + at, "event": kind, "device": None, "text": why}
+            for kind, at, why in [*events, ("recompile_limit", 8.5, text)]
+        ),
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_fault_of_a_program_without_gpu_is_not_hidden(tmp_path: Path) -> None:
+    page = report(storm(tmp_path / "signal.jsonl"), tmp_path)
+    assert "Fault: the recompile limit was reached" in page.text
+    assert 'class="verdict bad"' in page.html
+    assert "No GPU memory to judge" not in page.text
+    for said in ("cpu Memory no device memory", "Finding", "recompile_limit", "Do next"):
+        assert said in page.text, said
+
+
+def test_moments_of_events_alone_count_from_the_first(tmp_path: Path) -> None:
+    page = report(storm(tmp_path / "signal.jsonl"), tmp_path)
+    assert "0.00 recompile `loss`" in page.text
+    assert "7.50 recompile limit `loss`" in page.text
+    assert "7.5 s recorded" in page.text
+
+
 def test_a_failed_run_says_how_it_failed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     failed = {"time_s": START_S + 99, "event": "failed", "error": "RunError: non-finite loss"}
