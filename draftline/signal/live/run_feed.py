@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import ConfigError
+from draftline.signal.duration import duration
 from draftline.signal.live.processes import PROC, began_s, identify
 from draftline.signal.readers.assemble import assemble
 from draftline.signal.readers.json_row import device, moment, number, process_id, words
@@ -17,6 +18,8 @@ from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.trace import Event, Trace, one_line
 
 _SILENT_S = 5.0  # a process that is gone and wrote nothing for so long has ended
+# A process that may be another one (1 in every container) is given up after so long a silence.
+_GIVEN_UP_S = 600.0
 _LOOK_S = 2.0  # how often the directory is searched for files
 _CATCH_UP_S = 1.0  # spent in one poll on what was written before
 
@@ -39,7 +42,7 @@ class RunFeed:
         self._heard_s: float | None = None
         self._ended: str | None = None
         self._pid: int | None = None
-        self._started_s = math.nan
+        self._started_s = self._last_s = math.nan
         self._program = ""
         self._find()
         if not self._tails:
@@ -88,11 +91,16 @@ class RunFeed:
             self._look_at_s = now_s + _LOOK_S
             self._find()
         events = []
+        # What was written before the first call was not written now.
+        catching_up = self._heard_s is None or self.behind
+        if self._heard_s is None:
+            self._heard_s = self._written_s(now_s)
         self.behind = False
         deadline_s = time.monotonic() + _CATCH_UP_S
         for tail in self._tails.values():
             while rows := tail.poll():
-                self._heard_s = now_s if self._heard_s is not None else self._written_s()
+                if not catching_up:
+                    self._heard_s = now_s
                 for row in rows:
                     events += self._take(row)
                 if time.monotonic() > deadline_s:
@@ -100,11 +108,15 @@ class RunFeed:
                     break
         return events
 
-    def _written_s(self) -> float:
-        return max(_modified_s(path) for path in self._tails)
+    def _written_s(self, now_s: float) -> float:
+        """When the newest file was last written; `now_s` where they are gone."""
+        times = [_modified_s(path) for path in self._tails]
+        return max((time_s for time_s in times if time_s is not None), default=now_s)
 
     def _take(self, row: Mapping[str, Any]) -> list[Event]:
         kind, event, at_s = row.get("kind"), row.get("event"), moment(row.get("time_s"))
+        if math.isfinite(at_s):
+            self._last_s = at_s
         if kind == "start":
             self._pid = process_id(row.get("pid"))
             self._started_s, self._program = at_s, one_line(words(row.get("program")))
@@ -139,6 +151,8 @@ class RunFeed:
         silent_s = now_s - (self._heard_s if self._heard_s is not None else now_s)
         if self._pid is not None and silent_s > _SILENT_S and not self._runs():
             return f"its process ({self._pid}) has ended"
+        if silent_s > _GIVEN_UP_S:
+            return f"nothing was written for {duration(silent_s)}"
         return None
 
     def _runs(self) -> bool:
@@ -148,7 +162,8 @@ class RunFeed:
             began = began_s(identify(self._pid, self._proc), self._proc)
         except ConfigError:
             return False
-        return began is None or math.isnan(self._started_s) or began <= self._started_s + 1.0
+        told_s = self._last_s if math.isnan(self._started_s) else self._started_s
+        return began is None or math.isnan(told_s) or began <= told_s + 1.0
 
 
 def event_of(row: Mapping[str, Any]) -> Event | None:
@@ -165,8 +180,8 @@ def event_of(row: Mapping[str, Any]) -> Event | None:
     )
 
 
-def _modified_s(path: Path) -> float:
+def _modified_s(path: Path) -> float | None:
     try:
         return os.stat(path).st_mtime
     except OSError:
-        return -math.inf
+        return None

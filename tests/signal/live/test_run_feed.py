@@ -55,7 +55,7 @@ def test_a_recording_is_followed_as_it_grows(tmp_path: Path) -> None:
     assert (told.kind, told.text) == ("recompile", "`loss`: why")
     assert feed.title == "train.py"
     assert [len(samples.time_s) for samples in feed.trace().samples] == [4]
-    assert feed.ended(NOW_S + 1000) is None
+    assert feed.ended(NOW_S + 500) is None
 
 
 def test_a_file_that_appears_later_is_found(tmp_path: Path) -> None:
@@ -106,6 +106,45 @@ def test_a_later_process_with_the_same_number_is_not_the_run(tmp_path: Path) -> 
     write(path, start(os.getpid(), 1e9), device(0))  # this process began long after that
     os.utime(path, (NOW_S, NOW_S))
     feed = RunFeed(tmp_path)
+
+    feed.poll(NOW_S + 1)
+    assert feed.ended(NOW_S + 60) == f"its process ({os.getpid()}) has ended"
+
+
+def test_a_recording_that_was_finished_long_ago_has_ended(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    (proc / "1").mkdir(parents=True)
+    zeros = " ".join(["0"] * 17)
+    (proc / "1" / "stat").write_text(f"1 (init) S 0 {zeros} 100 0\n")
+    (proc / "stat").write_text("btime 1000000000\n")  # it began before the recording, and lives
+    for name, rows in (("signal", [start(1), device(0)]), ("metrics", [{"step_ms": 20.0}])):
+        write(tmp_path / f"{name}.jsonl", *rows)
+        os.utime(tmp_path / f"{name}.jsonl", (NOW_S, NOW_S))
+
+    feed = RunFeed(tmp_path, proc=proc)
+    feed.poll(NOW_S + 590)
+    assert feed.ended(NOW_S + 590) is None
+
+    late = RunFeed(tmp_path, proc=proc)
+    late.poll(NOW_S + 3 * 3600)
+    assert late.ended(NOW_S + 3 * 3600) == "nothing was written for 3 h 0 min"
+
+
+def test_a_file_in_which_nothing_stands_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "signal.jsonl").touch()
+    os.utime(tmp_path / "signal.jsonl", (NOW_S, NOW_S))
+    feed = RunFeed(tmp_path)
+
+    feed.poll(NOW_S + 700)
+    assert feed.ended(NOW_S + 700) == "nothing was written for 11 min 40 s"
+
+
+def test_a_process_that_began_after_the_last_line_is_not_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "signal.jsonl"
+    undated = start(os.getpid()) | {"time_s": None}
+    write(path, undated, device(0) | {"time_s": 1e9})  # this process began long after that
+    os.utime(path, (NOW_S, NOW_S))
+    feed = RunFeed(path)
 
     feed.poll(NOW_S + 1)
     assert feed.ended(NOW_S + 60) == f"its process ({os.getpid()}) has ended"
