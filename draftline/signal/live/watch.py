@@ -60,7 +60,7 @@ def watch_pid(
                 f"process {pid} belongs to another user: only its device memory can be seen"
             )
         code = follow(feed, stream, _SNAPSHOT_S if once else None)
-    _say(stream, _where(observer))
+    _say(stream, *_left(observer, f"compiles, {_UNSEEN}"))
     return code
 
 
@@ -181,9 +181,7 @@ def _watched(
     took = duration(time.monotonic() - began_s)
     ended = f"ended with exit code {code} after {took}"
     _say(stream, *watch.summary(now_s, ended, row_width(stream)))
-    if not observer.recordings:
-        _say(stream, _UNSEEN)
-    _say(stream, _where(observer))
+    _say(stream, *_left(observer, _UNSEEN))
     return code
 
 
@@ -192,11 +190,23 @@ def _title(argv: Sequence[str]) -> str:
     return one_line(command_line(argv))
 
 
-_UNSEEN = (
-    "not seen from outside: steps, memory requests, graph replays, flex_attention run uncompiled; two "
-    "lines in the program add them: `from draftline import signal`, and `with signal.step():` around "
-    "each step"
-)
+_UNSEEN = "steps, memory requests, graph replays, flex_attention run uncompiled"
+
+
+def _left(observer: Observer, unseen: str) -> list[str]:
+    """What is said of a recording at its end: what it lacks, and how it is read."""
+    said = []
+    if not observer.recordings:
+        said.append(
+            f"not seen from outside: {unseen}; two lines in the program add them: `from draftline "
+            "import signal`, and `with signal.step():` around each step"
+        )
+    # A program without GPU and without compiles leaves nothing that a verdict could be about.
+    worth_reading = observer.trace().devices
+    said.append(
+        _where(observer) if worth_reading else "nothing that could be diagnosed was recorded"
+    )
+    return said
 
 
 def _where(observer: Observer) -> str:

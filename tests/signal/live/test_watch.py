@@ -141,7 +141,9 @@ def test_a_process_is_watched_until_it_ends(tmp_path: Path) -> None:
 
     assert code == 0
     assert "cat: the process has ended" in out.getvalue()
-    assert f"draftline diagnose {tmp_path / 'out'}" in out.getvalue()
+    unseen, last = out.getvalue().splitlines()[-2:]
+    assert unseen.startswith("not seen from outside: compiles, steps, memory requests")
+    assert last == "nothing that could be diagnosed was recorded"
     first = json.loads((tmp_path / "out" / "signal.jsonl").read_text().splitlines()[0])
     assert first["pid"] == process.pid
 
@@ -200,6 +202,9 @@ def test_a_foreign_program_that_compiles_again_and_again_is_found_out(tmp_path: 
     assert "value of `scale` keeps growing: 0, 1, 2, now another" in done.stderr
     assert "4 compiles in" in done.stderr
     assert "ended with exit code 9" in done.stderr
+    unseen, last = done.stderr.splitlines()[-2:]
+    assert unseen.startswith("not seen from outside: steps, memory requests")
+    assert last == "recorded: draftline diagnose out"
     assert "__recompiles" not in done.stderr  # PyTorch's own words would be the program's output
     told = [json.loads(x) for x in (tmp_path / "out" / "signal.jsonl").read_text().splitlines()]
     assert sum(row.get("event") == "recompile" for row in told) == 3
@@ -217,7 +222,10 @@ def test_what_the_watcher_sets_for_itself_does_not_reach_the_program(
 
 
 def test_a_program_that_ends_at_once_has_its_exit_code(tmp_path: Path) -> None:
-    assert run(tmp_path, "raise SystemExit(4)").returncode == 4
+    done = run(tmp_path, "raise SystemExit(4)")
+
+    assert done.returncode == 4
+    assert done.stderr.splitlines()[-1] == "nothing that could be diagnosed was recorded"
 
 
 def test_a_directory_that_cannot_be_made_is_refused_before_the_start(tmp_path: Path) -> None:
