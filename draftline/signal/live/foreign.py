@@ -21,28 +21,26 @@ from types import TracebackType
 
 from draftline.errors import ConfigError
 
-_FORWARDED = tuple(
+_TAKEN = tuple(
     getattr(signal, f"SIG{name}")
     for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT", "WINCH")
     if hasattr(signal, f"SIG{name}")
 )
 _FROM_KERNEL = 0x80  # Linux's si_code of a signal that the terminal sent to the whole group
 # timeout(1) and its like send these to us and to our group: the program has had it then.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outlets:
     """Where PyTorch writes: the log file and the trace directory (None where it writes none), whether
-    they are ours to keep short, whether the log has recompiles and graph breaks, and the variables
-    that were set for it."""
+    they are ours to keep short, and the variables that were set for it."""
 
     log: Path | None
     trace: Path | None
     own_log: bool
     own_trace: bool
-    reasons_logged: bool
     changed: Mapping[str, str]
 
 
@@ -65,15 +63,9 @@ def prepare(environment: Mapping[str, str], directory: Path) -> tuple[dict[str, 
         Path(traced) if traced else None,
         "TORCH_LOGS_OUT" in changed,
         "TORCH_TRACE" in changed,
-        bool(log) and {"recompiles", "graph_breaks"} <= _names(after.get("TORCH_LOGS", "")),
         changed,
     )
     return after, outlets
-
-
-def _names(wanted: str) -> set[str]:
-    """What TORCH_LOGS asks for, whatever the level."""
-    return {name.strip().lstrip("+-") for name in wanted.split(",")} - {""}
 
 
 def new_directory(now_s: float | None = None) -> Path:
@@ -92,10 +84,12 @@ def exit_code(returned: int) -> int:
 class Command:
     """Owns a program that was started with `argv`, and the signals that reach its starter meanwhile.
 
-    What the terminal sends (Ctrl-C) reaches the program by itself, once, since it is in the same
-    process group; what somebody sends to this process is passed on. `stop_asked` says that the terminal
-    was asked to stop (Ctrl-Z). Only for the main thread. Raises ConfigError where the program cannot be
-    started.
+    The program is in the same process group, so that what the terminal sends (Ctrl-C) and what is sent
+    to the group (kill -INT -PGID) reaches it by itself. SIGINT is therefore never passed on, or a
+    program would get it twice and take the second for "stop at once"; to this process alone it does
+    nothing. The other signals (TERM, HUP, QUIT, USR1, USR2, ...) that somebody sends to this process are
+    passed on. `stop_asked` says that the terminal was asked to stop (Ctrl-Z). Only for the main thread.
+    Raises ConfigError where the program cannot be started.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -105,7 +99,7 @@ class Command:
         self._early: list[int] = []
         self._passed: dict[int, float] = {}
         # A signal that our own starter ignores (nohup) stays ignored, for us and for the program.
-        self._signals = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
+        self._signals = [s for s in _TAKEN if signal.getsignal(s) is not signal.SIG_IGN]
         self._before = {s: signal.signal(s, self._note) for s in self._signals}
         try:
             self._process = subprocess.Popen(list(argv), env=dict(environment))
@@ -144,6 +138,8 @@ class Command:
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
+        if number == signal.SIGINT:
+            return
         now_s = time.monotonic()
         if number in _ENDING and now_s - self._passed.get(number, -_AGAIN_S) < _AGAIN_S:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from draftline.signal.live.foreign import Outlets
@@ -16,6 +15,7 @@ LOG_BYTES = 64 << 20  # of torch.log that stay on disk
 TRACE_BYTES = 64 << 20  # of each process's trace that stay on disk
 _MOST_FILES = 256
 _RANK = re.compile(r"_rank_(\d+)_")
+_TRACED = ("recompile", "graph_break")  # in the log too, where TORCH_LOGS asks for them
 _RECENT_S = 2.0  # file systems' clocks may lag behind
 
 
@@ -42,7 +42,11 @@ class CompileLog:
             # A record of several lines is whole once nothing follows for a while.
             events += self._logs.feed(lines, now_s) if lines else self._logs.flush()
             self._bound(self._log, LOG_BYTES, self._outlets.own_log)
-        for file, parser in self._trace_files():
+        files = self._trace_files()
+        if files:
+            # Each trace has them too, and begins before its program's first one.
+            events = [event for event in events if event.kind not in _TRACED]
+        for file, parser in files:
             if lines := file.lines():
                 events += parser.feed(lines, now_s)
             else:
@@ -68,20 +72,16 @@ class CompileLog:
         """What is being compiled now, and since when, in any of the processes."""
         return [parser.compiling for _, parser in self._traces.values() if parser.compiling]
 
-    def _trace_files(self) -> Iterator[tuple[GrowingFile, TorchTrace]]:
+    def _trace_files(self) -> list[tuple[GrowingFile, TorchTrace]]:
         folder = self._outlets.trace
         if folder is not None and len(self._traces) < _MOST_FILES:
             for path in sorted(folder.glob("*.log")):
                 if path not in self._traces and self._is_new(path):
                     rank = _RANK.search(path.name)
-                    # What the log tells is not told twice.
-                    parser = TorchTrace(
-                        reasons=not self._outlets.reasons_logged,
-                        limits=self._log is None,
-                        rank=rank and rank[1],
-                    )
+                    # What the log always tells is not told twice.
+                    parser = TorchTrace(limits=self._log is None, rank=rank and rank[1])
                     self._traces[path] = (GrowingFile(path), parser)
-        yield from self._traces.values()
+        return list(self._traces.values())
 
     def _is_new(self, path: Path) -> bool:
         try:

@@ -39,10 +39,9 @@ _MARKS = (
 @dataclass
 class TorchTrace:
     """Turns lines of one TORCH_TRACE file, as they come, into events: compiles with their seconds,
-    refused captures, with `reasons` recompiles and graph breaks, with `limits` the recompile limit
-    where it is reached."""
+    refused captures, recompiles and graph breaks, with `limits` the recompile limit where it is
+    reached."""
 
-    reasons: bool = True
     limits: bool = True
     rank: str | None = None
     compiling: tuple[str, float] | None = None  # what is being compiled, and since when
@@ -132,7 +131,7 @@ class TorchTrace:
 
     def _close(self) -> Iterator[Event]:
         waiting, payload, self._waiting, self._payload = self._waiting, self._payload, None, []
-        if waiting is None or not self.reasons:
+        if waiting is None:
             return
         head, kind, frame = waiting
         if kind == "recompile_reasons":

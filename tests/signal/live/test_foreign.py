@@ -13,8 +13,7 @@ from draftline.signal.live.foreign import Command, exit_code, new_directory, pre
 
 
 def test_only_what_the_user_has_not_set_is_set(tmp_path: Path) -> None:
-    logs = " +recompiles , graph_breaks"
-    before = {"TORCH_TRACE": "/user/trace", "TORCH_LOGS_OUT": "/user/log", "TORCH_LOGS": logs}
+    before = {"TORCH_TRACE": "/user/trace", "TORCH_LOGS_OUT": "/user/log", "TORCH_LOGS": "all"}
 
     environ, outlets = prepare(before, tmp_path)
 
@@ -23,7 +22,6 @@ def test_only_what_the_user_has_not_set_is_set(tmp_path: Path) -> None:
     assert (outlets.log, outlets.trace) == (Path("/user/log"), Path("/user/trace"))
     assert not outlets.own_log
     assert not outlets.own_trace
-    assert outlets.reasons_logged
 
 
 def test_what_is_set_leaves_standard_error_alone(tmp_path: Path) -> None:
@@ -35,7 +33,6 @@ def test_what_is_set_leaves_standard_error_alone(tmp_path: Path) -> None:
     }
     assert outlets.own_log
     assert outlets.own_trace
-    assert not outlets.reasons_logged
 
 
 def test_paths_hold_in_whatever_directory_the_program_works(
@@ -149,6 +146,23 @@ def test_ctrl_c_reaches_the_program_once_and_signals_are_passed_on() -> None:
 
     assert session.text.count("got SIGINT") == 1
     assert session.text.count("got SIGTERM") == 1
+
+
+def test_an_interrupt_of_the_group_reaches_the_program_once() -> None:
+    session = Session()
+    session.until("ready True")
+
+    os.kill(session.pid, signal.SIGINT)  # to the watcher alone: not passed on
+    os.kill(session.pid, signal.SIGUSR1)
+    session.until("got SIGUSR1")
+    assert "got SIGINT" not in session.text
+    os.killpg(session.pid, signal.SIGINT)  # a session's leader leads its process group too
+    session.until("got SIGINT")
+    os.kill(session.pid, signal.SIGUSR2)
+    session.until("code 5")
+    session.close()
+
+    assert session.text.count("got SIGINT") == 1
 
 
 def test_an_ignored_signal_stays_ignored_for_the_program() -> None:

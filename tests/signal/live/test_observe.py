@@ -55,7 +55,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def outlets(folder: Path) -> Outlets:
-    return Outlets(folder / "torch.log", None, True, False, True, {})
+    return Outlets(folder / "torch.log", None, True, False, {})
 
 
 def observer(tmp_path: Path, proc: Path, told: Outlets | None = None) -> Observer:

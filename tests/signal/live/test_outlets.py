@@ -18,7 +18,7 @@ CHATTER = "V1129 20:49:33.000000 29530 torch/_dynamo/utils.py:1] " + "x" * 900 +
 
 
 def outlets(folder: Path, *, ours: bool = True) -> Outlets:
-    return Outlets(folder / "torch.log", folder / "trace", ours, ours, False, {})
+    return Outlets(folder / "torch.log", folder / "trace", ours, ours, {})
 
 
 def append(path: Path, text: str) -> None:
@@ -66,6 +66,38 @@ def test_of_the_users_files_only_what_is_new_is_read(tmp_path: Path) -> None:
     append(tmp_path / "trace" / "new.log", METRICS)
 
     assert sorted(event.kind for event in log.finish(time.time())) == ["capture_skip", "compile"]
+
+
+HEAD_V = "V1129 20:49:33.000000 29530 torch/_dynamo/guards.py:5400] [0/1] "
+RECOMPILE = "".join(
+    f"{HEAD_V}[__recompiles] {text}\n"
+    for text in (
+        "Recompiling function loss in /src/a.py:3",
+        "    triggered by the following guard failure(s):",
+        "    - 0/0: k == 0",
+    )
+)
+TRACED = (
+    f'{HEAD_V}{{"artifact": {{"name": "recompile_reasons"}}, "frame_id": 0}}\n\t0/0: k == 0\n'
+    f'{HEAD_V}{{"dynamo_start": {{"stack": [{{"line": 3, "name": "loss"}}]}}, "frame_id": 0}}\n'
+)
+
+
+def test_a_recompile_in_log_and_trace_is_told_once(tmp_path: Path) -> None:
+    log = CompileLog(outlets(tmp_path), 0.0)
+    append(tmp_path / "torch.log", RECOMPILE)
+    append(tmp_path / "trace" / "a.log", TRACED)
+
+    [event] = log.finish(time.time())
+
+    assert (event.kind, event.text[:6]) == ("recompile", "`loss`")
+
+
+def test_without_a_trace_recompiles_come_from_the_log(tmp_path: Path) -> None:
+    log = CompileLog(outlets(tmp_path), 0.0)
+    append(tmp_path / "torch.log", RECOMPILE)
+
+    assert [event.kind for event in log.finish(time.time())] == ["recompile"]
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -94,12 +94,6 @@ def test_graph_breaks_and_refused_captures_are_told() -> None:
     assert events[0].text.startswith("at storm.py:13: Unsupported Tensor.item()")
 
 
-def test_what_the_log_tells_is_left_out_on_demand() -> None:
-    lines = [*BREAK, *reasons("0/0: k == 0"), *begin(), metrics()]
-
-    assert [e.kind for e in parse(lines, reasons=False)] == ["compile"]
-
-
 def test_a_rank_is_named() -> None:
     [event] = parse([*begin(), metrics()], rank="5")
 
