@@ -1,7 +1,7 @@
 """The typed, strict configuration of a run.
 
 Unknown keys are errors that name the nearest right key; the keys themselves are described in
-`config_sections.py`.
+`config_sections.py` and `config_training.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from pydantic import Field, model_validator
 from draftline.config_sections import (
     DataSection,
     DrafterSection,
-    EvaluateSection,
-    FeatureSection,
     LossSection,
     RunSection,
     Section,
-    SignalSection,
     TargetSection,
     TopologySection,
+)
+from draftline.config_training import (
+    EvaluateSection,
+    FeatureSection,
+    SignalSection,
     TrainSection,
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from draftline.config_sections import SignalSection
+from draftline.config_training import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
 from draftline.signal.judge.verdict import DeviceVerdict, Verdict, judge

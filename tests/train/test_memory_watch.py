@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftline.config_sections import SignalSection
+from draftline.config_training import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
 from draftline.signal.judge.cause import Cause
