@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.float64]
+MIB = 2**20
 GIB = 2**30
 
 # What a step may carry besides its time. Totals only grow (since the start of the process or the last

@@ -87,7 +87,7 @@ def _train(
             write_rejects(inputs.rejects, own_dir / "rejects.jsonl")
             with (
                 CompileGate(choices, deadline_s=config.topology.deadline_s) as gate,
-                MemoryWatch(config.signal, runlog, kind) as watch,
+                MemoryWatch(config.signal, runlog, kind, choices) as watch,
             ):
                 run = Run(config, inputs, choices, runlog, gate, nodes, target, watch)
                 run.load(checkpoint, accept_changes)

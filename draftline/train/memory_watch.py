@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from draftline.choices import Choices
 from draftline.config_training import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
@@ -38,8 +39,8 @@ class MemoryWatch:
     device memory.
     """
 
-    def __init__(self, section: SignalSection, runlog: RunLog, kind: str) -> None:
-        self._section, self._runlog = section, runlog
+    def __init__(self, section: SignalSection, runlog: RunLog, kind: str, choices: Choices) -> None:
+        self._section, self._runlog, self._choices = section, runlog, choices
         self._cuda = kind == "cuda"
         self._recorder = Recorder(
             runlog.directory / "signal.jsonl",
@@ -88,6 +89,13 @@ class MemoryWatch:
         self._launched, self._replays = launched, replays
         self._replayed = replays()
         self._sealed_s = time.monotonic()
+        if self._cuda and (reason := self._recorder.unsampled) is not None:
+            self._choices.record(
+                "signal.samples",
+                wanted="the driver's readings",
+                got="the allocator's counters alone",
+                reason=reason,
+            )
         self.phase("run")
 
     def step(self, number: int, tokens: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from draftline.choices import Choices
 from draftline.config_training import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
@@ -47,6 +48,7 @@ class Watched:
         self, runlog: RunLog, monkeypatch: pytest.MonkeyPatch, found: Verdict, **section: Any
     ) -> None:
         self.asked = 0
+        self.choices = Choices()
 
         def judge(_trace: object) -> Verdict:
             self.asked += 1
@@ -58,7 +60,7 @@ class Watched:
         monkeypatch.setattr(memory_watch, "time", self)
         self.now = 100.0
         self.stops = 0
-        self.watch = MemoryWatch(SignalSection(**section), runlog, "cuda")
+        self.watch = MemoryWatch(SignalSection(**section), runlog, "cuda", self.choices)
         self.watch.may_stop(self.stop)
 
     def monotonic(self) -> float:
@@ -213,6 +215,17 @@ def test_a_judge_that_fails_is_said_once_and_ends_nothing(
     assert caplog.text.count("the run's memory cannot be judged") == 1
 
 
+def test_missing_readings_of_the_driver_are_a_recorded_choice(
+    runlog: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Watched(runlog, monkeypatch, verdict(HEALTHY))
+    monkeypatch.setattr(type(run.watch._recorder), "unsampled", "no driver here")
+    run.run(3)
+    [choice] = run.choices.entries
+    assert (choice.what, choice.got) == ("signal.samples", "the allocator's counters alone")
+    assert choice.reason == "no driver here"
+
+
 def test_replays_are_counted_and_not_declared(
     runlog: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +276,10 @@ def test_a_broken_notify_program_is_said_and_harms_nothing(
 def test_on_a_cpu_the_launch_line_says_that_there_is_nothing_to_watch(
     runlog: RunLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MemoryWatch(SignalSection(), runlog, "cpu") as watch, caplog.at_level(logging.INFO):
+    with (
+        MemoryWatch(SignalSection(), runlog, "cpu", Choices()) as watch,
+        caplog.at_level(logging.INFO),
+    ):
         watch.sealed("neither compiled nor captured", replays=lambda: 0)
         watch.step(1, 100)
         watch.close()

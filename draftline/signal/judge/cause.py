@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftline.signal.judge.evidence import Evidence
-from draftline.signal.judge.shape import MIB
-from draftline.signal.trace import Event, one_line
+from draftline.signal.trace import GIB, MIB, Event, Snapshot, one_line
 
 CAUSES = (
     "healthy",
@@ -64,7 +63,7 @@ def peak_over_floor(seen: Evidence) -> str:
         return ""
     usual = float(np.median(tokens)) if len(tokens) else 0.0
     each = f", {over / usual / 1024:,.0f} KiB a token" if usual > 0 else ""
-    return f"Inside a step {over / 2**30:.2f} GiB come and go{each}."
+    return f"Inside a step {over / GIB:.2f} GiB come and go{each}."
 
 
 def last_text(events: Sequence[Event]) -> str:
@@ -74,3 +73,8 @@ def last_text(events: Sequence[Event]) -> str:
 
 def because(reason: str) -> str:
     return f" ({reason.strip().rstrip('.')})" if reason else ""
+
+
+def largest_blocks(shot: Snapshot) -> str:
+    blocks = [f"{size / MIB:,.0f} MiB from {frame}" for size, frame in shot.largest[:5]]
+    return f"Largest live blocks: {'; '.join(blocks) or 'not recorded'}."

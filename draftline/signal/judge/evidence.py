@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from draftline.signal.judge.breaks import come_regularly, find_breaks, split_at
 from draftline.signal.judge.phases import PAUSES, Phase, find_phases, steady_windows
-from draftline.signal.judge.shape import MIB, Shape, counted, find_shape
-from draftline.signal.trace import Column, Event, Program, Samples, Snapshot, Steps, Trace
+from draftline.signal.judge.shape import Shape, counted, find_shape
+from draftline.signal.trace import MIB, Column, Event, Program, Samples, Snapshot, Steps, Trace
 
 # The allocator's own figures are exact: what moves by less is one small segment.
 ALLOCATOR_TOLERANCE_BYTES = 2 * MIB
@@ -88,8 +88,11 @@ class Evidence:
         assert self.steps is not None
         return np.diff(self.steps.number, prepend=np.nan)[self.inside]
 
+    def _column(self, name: str) -> Column | None:
+        return None if self.steps is None else self.steps.known(name)
+
     def known(self, name: str) -> bool:
-        return self.steps is not None and self.steps.known(name) is not None
+        return self._column(name) is not None
 
     def _growth(self, name: str) -> Column | None:
         """Growth of a total up to each record [n] since the one before; NaN before it is first known.
@@ -97,7 +100,7 @@ class Evidence:
         An unknown record hands its growth on to the next known one; a counter that fell was reset, so
         its new reading is its growth.
         """
-        column = self.steps.known(name) if self.steps is not None else None
+        column = self._column(name)
         if column is None:
             return None
         at = np.maximum.accumulate(np.where(np.isfinite(column), np.arange(len(column)), -1))
@@ -139,7 +142,7 @@ class Evidence:
 
     def steps_between(self, name: str) -> float:
         """Steps from the first to the last steady record in which a level is known, pauses left out."""
-        column = self.steps.known(name) if self.steps is not None else None
+        column = self._column(name)
         if column is None or self.steps is None:
             return 0.0
         found = 0.0
@@ -153,12 +156,12 @@ class Evidence:
 
     def level_growth(self, name: str) -> Column:
         """Change of a level at each steady record; NaN where it is unknown."""
-        column = self.steps.known(name) if self.steps is not None else None
+        column = self._column(name)
         return np.empty(0) if column is None else np.diff(column, prepend=np.nan)[self.inside]
 
     def level(self, name: str) -> Column:
         """Readings of a level at the steady records."""
-        column = self.steps.known(name) if self.steps is not None else None
+        column = self._column(name)
         if column is None:
             return np.empty(0)
         return _finite(column[self.inside])
@@ -175,7 +178,7 @@ class Evidence:
         ]
 
     def _shape(self, name: str) -> Shape:
-        column = self.steps.known(name) if self.steps is not None else None
+        column = self._column(name)
         if column is None or self.steps is None:
             return Shape("unknown", f"{name} is not recorded")
         kept = np.where(self.inside, column, np.nan)
@@ -220,7 +223,7 @@ class Evidence:
             ]
             moving = [s for s in shapes if s[0].kind not in ("flat", "unknown") or s[0].cycles]
             return max(moving, key=lambda s: s[0].range_bytes, default=None)
-        held = self.steps.known("reserved_bytes") if self.steps is not None else None
+        held = self._column("reserved_bytes")
         if held is None or self.steps is None:
             return None
         at = np.searchsorted(self.steps.time_s, samples.time_s, side="right") - 1
@@ -229,12 +232,13 @@ class Evidence:
         # A sample may come before the step's record of what it sees: short excursions say nothing.
         return None if shape.kind in ("flat", "unknown") else (shape, None)
 
-    def kept_by_pauses(self, name: str) -> Column:
-        """Bytes by which a level's low readings are higher after each pause than before it, the first
-        pause left out; empty where readings vary more than that within the stretches."""
-        column = self.steps.known(name) if self.steps is not None else None
+    def kept_by_pauses(self, name: str) -> tuple[int, float] | None:
+        """How many pauses raised a level's low readings and by how many bytes in the median, the first
+        pause left out; None unless three quarters of at least three did, by more than readings vary
+        within the stretches between them."""
+        column = self._column(name)
         if column is None or self.steps is None:
-            return np.empty(0)
+            return None
         times = self.steps.time_s
         lows, spreads = [], []
         for start, stop in self.windows:
@@ -244,7 +248,10 @@ class Evidence:
                 lows.append(float(low))
                 spreads.append(float(high - low))
         kept = np.diff(lows)[1:]
-        return kept if len(kept) and np.median(kept) > np.median(spreads) else np.empty(0)
+        if len(kept) < 3 or (kept > ALLOCATOR_TOLERANCE_BYTES).mean() < 0.75:
+            return None
+        usual = float(np.median(kept))
+        return (len(kept), usual) if usual > np.median(spreads) else None
 
     @cached_property
     def pauses(self) -> list[str]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftline.signal.judge.cause import Cause
-from draftline.signal.judge.evidence import ALLOCATOR_TOLERANCE_BYTES, Evidence
-from draftline.signal.judge.shape import MIB, counted, find_shape, floors
+from draftline.signal.judge.cause import Cause, largest_blocks
+from draftline.signal.judge.evidence import Evidence
+from draftline.signal.judge.shape import counted, find_shape, floors
+from draftline.signal.trace import GIB, MIB
 
 _LEAK_LEAST_BYTES = 4 * MIB
 # Fewer steps that took more memory are stages of a bounded plan (a curriculum, say).
@@ -110,12 +111,13 @@ def _comes_with_captures(seen: Evidence) -> bool:
 
 def _leak_of_pauses(seen: Evidence) -> Cause | None:
     kept = seen.kept_by_pauses("allocated_bytes")
-    if len(kept) < 3 or (kept > ALLOCATOR_TOLERANCE_BYTES).mean() < 0.75:
+    if kept is None:
         return None
+    pauses, more = kept
     return Cause(
         "leak",
         "high",
-        f"after each of the last {len(kept)} pauses tensors occupy {np.median(kept) / MIB:,.0f} MiB more "
+        f"after each of the last {pauses} pauses tensors occupy {more / MIB:,.0f} MiB more "
         "than before it.",
         "look for what an evaluation or a checkpoint keeps: outputs gathered on the device, caches of "
         "generation, a copy of the weights",
@@ -134,14 +136,11 @@ def _leak_in_snapshot(seen: Evidence) -> Cause | None:
         whole = [(float(times[0]), float(times[-1]))]
         floor = find_shape(times[lows], level[lows], whole)
         if floor.kind == "slope" and floor.often:
-            kept = "; ".join(
-                f"{size / MIB:,.0f} MiB from {frame}" for size, frame in shot.largest[:3]
-            )
             return Cause(
                 "leak",
                 "medium",
                 f"in the snapshot's history what stays allocated after {len(lows)} falls {floor.words}. "
-                f"Largest live blocks: {kept or 'not recorded'}.",
+                f"{largest_blocks(shot)}",
                 "see whether those blocks should outlive a step; counters of each step would confirm it",
             )
     return None
@@ -187,8 +186,6 @@ def other_process(seen: Evidence) -> Cause | None:
     if seen.others is None:
         return None
     shape, pid = seen.others
-    if shape.kind in ("flat", "unknown") and not shape.cycles:
-        return None
     if pid is not None:
         return Cause(
             "other_process",
@@ -249,7 +246,7 @@ def _limit(seen: Evidence) -> str:
     if samples is None or samples.total_bytes is None or seen.seen.kind == "unknown":
         return ""
     high, total = seen.seen.high_bytes, samples.total_bytes
-    words = f"The device showed {high / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    words = f"The device showed {high / GIB:.1f} of {total / GIB:.1f} GiB"
     if high < 0.9 * total:
         words += ": the limit is the process's own (set_per_process_memory_fraction), or was met between "
         words += "two samples"

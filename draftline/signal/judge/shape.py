@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from draftline.signal.duration import duration
-from draftline.signal.trace import Column
+from draftline.signal.trace import MIB, Column
 
-MIB = 2**20
 # Lazily loaded kernels and library workspaces move a device by a few MiB now and then.
 TOLERANCE_BYTES = 8 * MIB
 SHAPES = ("flat", "staircase", "sawtooth", "slope", "volatile", "unknown")

@@ -12,8 +12,8 @@ from draftline.signal.pages.report_curves import Clock, escape, numbers
 from draftline.signal.trace import EVENT_WORDS, Event
 
 _MARKS_AT = 0.93
-_MOST_BANDS = 120
-_MOST_MARKS = 400
+MOST_BANDS = 120
+MOST_MARKS = 400
 _LABELLED_SHARE = 0.07  # a phase narrower than this share of the chart has no room for its name
 _PHASE_COLOURS = {
     "load": "--band-load",
@@ -53,7 +53,7 @@ def memory_layout(
     phases: Sequence[Phase], clock: Clock, span: tuple[float, float]
 ) -> dict[str, Any]:
     """The phases as bands behind the curves, with their names where there is room."""
-    shown = sorted(phases, key=lambda p: -p.seconds)[:_MOST_BANDS]
+    shown = sorted(phases, key=lambda p: -p.seconds)[:MOST_BANDS]
     bands, labels = [], []
     whole = max(span[1] - span[0], 1e-9)
     for phase in sorted(shown, key=lambda p: p.from_s):
@@ -95,7 +95,7 @@ def event_marks(events: Sequence[Event], clock: Clock) -> list[dict[str, Any]]:
         of_kind = [event for event in events if event.kind == kind]
         if not of_kind:
             continue
-        every = -(-len(of_kind) // _MOST_MARKS)
+        every = -(-len(of_kind) // MOST_MARKS)
         shown = of_kind[::every]
         name = f"{words} ({len(of_kind)})" if len(of_kind) > 1 else words
         marks.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftline.signal.pages.report_curves import (
     escape,
     said_thinned,
 )
-from draftline.signal.pages.report_marks import event_marks, memory_layout
+from draftline.signal.pages.report_marks import MOST_BANDS, MOST_MARKS, event_marks, memory_layout
 from draftline.signal.pages.run_facts import RunFacts, steady_readings
 from draftline.signal.trace import GIB, Column, device_name
 
@@ -83,13 +84,18 @@ def _memory_chart(verdict: DeviceVerdict, seen: Evidence, clock: Clock) -> Chart
     ends = [d["x"] for d in data]
     span = (min(x[0] for x in ends), max(x[-1] for x in ends))
     layout = memory_layout(verdict.phases, clock, span)
+    if len(verdict.phases) > MOST_BANDS:
+        caption.append(f"Bands: the longest {MOST_BANDS} of {len(verdict.phases)} phases.")
     if total is not None and highest >= _FULL_FROM * total / GIB:
         layout["shapes"].append(_limit(total / GIB))
         caption.append(f"The dotted line is the size of the device, {total / GIB:.1f} GiB.")
         highest = max(highest, total / GIB)
     elif total is not None:
         caption.append(f"The device has {total / GIB:.1f} GiB.")
-    marks = event_marks([e for e in seen.trace.events if e.device in (None, verdict.device)], clock)
+    events = [e for e in seen.trace.events if e.device in (None, verdict.device)]
+    marks = event_marks(events, clock)
+    if max(Counter(e.kind for e in events).values(), default=0) > MOST_MARKS:
+        caption.append(f"Of frequent events at most {MOST_MARKS} are marked.")
     if marks:
         layout["yaxis2"] = {
             "overlaying": "y",

@@ -10,13 +10,12 @@ import numpy as np
 
 from draftline.signal.readers.clock import DAY_S, straighten
 from draftline.signal.readers.rows import DeviceRows, Part, StepRows
-from draftline.signal.trace import Column
+from draftline.signal.trace import MIB, Column
 
 _QUARTER_S = 900.0  # zones differ by multiples of it
 _FARTHEST_S = 14 * 3600.0
-_MIB = 2.0**20
 # Memory that the driver reports lags and lacks no more than this against what PyTorch holds.
-_SLACK_BYTES = 64 * _MIB
+_SLACK_BYTES = 64 * MIB
 
 
 def span(parts: Sequence[Part]) -> tuple[float, float] | None:

@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from draftline.signal.readers.clock import read_stamp
 from draftline.signal.readers.json_row import MOST
+from draftline.signal.trace import MIB
 
 Role = Literal[
     "time", "index", "uuid", "bus", "used", "total", "free", "util", "pid", "held", "skip"
 ]
 Kind = Literal["time", "uuid", "bus", "bytes", "pct", "number", "text"]
 
-MIB = 2.0**20
 # Fields of `nvidia-smi --help-query-gpu` and `--help-query-compute-apps`, aliases included.
 _NAMES: dict[str, Role] = {
     "timestamp": "time",

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from draftline.signal.readers.clock import DAY_S, read_daytime, read_stamp
-from draftline.signal.readers.columns import MIB, read_quantity
+from draftline.signal.readers.columns import read_quantity
 from draftline.signal.readers.rows import Part
+from draftline.signal.trace import MIB
 
 _TURN_S = 1.5
 _MOST_CELLS = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from draftline.signal.readers.json_row import Row, device, number, words
+from draftline.signal.trace import GIB
 
-_GIB = 2.0**30
 # Phases that begin with an event. A checkpoint's event says when it was queued, not how long it
 # took; that shows in the steps.
 _PHASES = {
@@ -50,7 +50,7 @@ def steps_of(row: Row) -> Iterator[tuple[str, float, dict[str, float]]]:
     for key, value in row.items():
         name, _, own = key.partition("/")
         if name == "reserved_gib":
-            devices.setdefault(device(own), {})["reserved_bytes"] = number(value) * _GIB
+            devices.setdefault(device(own), {})["reserved_bytes"] = number(value) * GIB
         elif name == "allocator_calls":
             devices.setdefault(device(own), {})["allocator_calls"] = number(value)
     for own, values in (devices or {"cpu": {}}).items():

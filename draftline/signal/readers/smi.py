@@ -9,7 +9,6 @@ import numpy as np
 
 from draftline.signal.readers.clock import read_stamp
 from draftline.signal.readers.columns import (
-    MIB,
     Role,
     Unnamed,
     read_bytes,
@@ -17,7 +16,7 @@ from draftline.signal.readers.columns import (
     read_quantity,
 )
 from draftline.signal.readers.rows import DeviceRows, Part
-from draftline.signal.trace import one_line
+from draftline.signal.trace import MIB, one_line
 
 _SAME_LIST_S = 0.1  # rows of one query are written at once
 _MOST_WIDTHS = 4

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 
 from draftline.signal.readers.clock import Stamp, read_stamp
-from draftline.signal.readers.columns import MIB
 from draftline.signal.readers.rows import Part
 from draftline.signal.readers.screen import PLACED, replay, without_colours
 from draftline.signal.readers.textfile import TextFile
+from draftline.signal.trace import MIB
 
 _HEAD = re.compile(r"\|\s*NVIDIA-SMI\s+\S+")
 _GPU = re.compile(

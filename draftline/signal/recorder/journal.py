@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from draftline.signal.recorder.nvml import Reading
 from draftline.signal.recorder.recent import Recent
 from draftline.signal.recorder.thinning import Thinning
 from draftline.signal.trace import Event, Trace, one_line
+
+log = logging.getLogger(__name__)
 
 _MOST_EVENTS = 2000  # of a kind that are written; the counters go on counting
 _MOST_TEXT = 2000
@@ -77,6 +80,13 @@ class Journal:
         self._recent.event(event)
         written = self._events[event.kind] = self._events.get(event.kind, 0) + 1
         if written > _MOST_EVENTS:
+            if written == _MOST_EVENTS + 1:
+                log.warning(
+                    "%s: %d events of kind %s are enough; later ones are counted and not written",
+                    self.file.path.name,
+                    _MOST_EVENTS,
+                    event.kind,
+                )
             return
         self.file.add(
             {

@@ -5,6 +5,7 @@ NVML's Python module is missing. A value that the driver does not give is None, 
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from draftline.signal.recorder.clock import now_s
+from draftline.signal.trace import MIB
 
-MIB = 2**20
+log = logging.getLogger(__name__)
+
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]+)?")
 # NVML writes "not available" into a process's memory as all ones; no device holds an exbibyte.
 _IMPOSSIBLE_BYTES = 1 << 60
@@ -270,4 +273,5 @@ def open_source(
     program = find("nvidia-smi")
     if program is None:
         raise Unavailable(f"{why}, and there is no program nvidia-smi")
+    log.warning("device memory is sampled by nvidia-smi, once a second at most: %s", why)
     return SmiProgram(program)

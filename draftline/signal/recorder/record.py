@@ -92,6 +92,11 @@ class Recorder:
         """The file: `path` as given, or one beside it where another recording goes to that."""
         return self._journal.file.path
 
+    @property
+    def unsampled(self) -> str | None:
+        """Why the driver's readings are missing; None where nothing is known to be wrong."""
+        return self._sampler.reason
+
     def start(self) -> Recorder:
         """Begins the recording and its thread; itself."""
         if self._started or not self._journal.file.mine:

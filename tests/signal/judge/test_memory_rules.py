@@ -10,8 +10,8 @@ from faulty_runs import MARKS, STEPS
 from traces import CONTEXT_MIB, FLOOR_MIB, RESERVED_MIB, TOTAL_MIB, Trace, run, saw, shot, stairs
 
 from draftline.signal.judge.evidence import Evidence, gather
+from draftline.signal.judge.findings import find_causes
 from draftline.signal.judge.memory_rules import leak
-from draftline.signal.judge.verdict import find_causes
 
 AT = np.arange(STEPS)
 

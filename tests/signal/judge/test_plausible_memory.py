@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from faulty_runs import MARKS, STEPS
+from plausible import AT, QUIET, causes, compiled_at, said, slow
 from traces import (
     CONTEXT_MIB,
     EAGER,
@@ -21,26 +22,6 @@ from traces import (
 )
 
 from draftline.signal.judge.verdict import judge
-
-AT = np.arange(STEPS)
-QUIET = {"healthy", "pause", "unknown"}
-
-
-def causes(trace: Trace) -> set[str]:
-    return {cause.cause for device in judge(trace).devices for cause in device.causes}
-
-
-def said(trace: Trace) -> str:
-    return judge(trace).line
-
-
-def compiled_at(*steps: int, **options: object) -> dict[str, object]:
-    return {"compiles": [0, *steps], "frames": [0, *steps], "frames_ok": [0, *steps], **options}
-
-
-def slow(steps: list[int], seconds: float) -> dict[int, float]:
-    return {-1: 0.04} | dict.fromkeys(steps, seconds)
-
 
 EXCURSIONS = np.where((AT % 80 > 60) & (AT % 80 < 67), RESERVED_MIB + 500, RESERVED_MIB)
 SHORT = {

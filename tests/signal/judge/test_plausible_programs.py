@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from faulty_runs import MARKS, STEPS
+from plausible import AT, QUIET, causes, compiled_at, said, slow
 from traces import (
     CAPTURED,
     COMPILED,
@@ -19,7 +20,6 @@ from traces import (
     RESERVED_MIB,
     START_S,
     Event,
-    Trace,
     counter,
     run,
     saw,
@@ -31,25 +31,7 @@ from draftline.signal.judge.cause import FAULTS
 from draftline.signal.judge.verdict import judge
 from draftline.signal.trace import join
 
-AT = np.arange(STEPS)
-QUIET = {"healthy", "pause", "unknown"}
 both_ways = pytest.mark.parametrize("marks", [MARKS, ()], ids=["marked", "unmarked"])
-
-
-def causes(trace: Trace) -> set[str]:
-    return {cause.cause for device in judge(trace).devices for cause in device.causes}
-
-
-def said(trace: Trace) -> str:
-    return judge(trace).line
-
-
-def compiled_at(*steps: int, **options: object) -> dict[str, object]:
-    return {"compiles": [0, *steps], "frames": [0, *steps], "frames_ok": [0, *steps], **options}
-
-
-def slow(steps: list[int], seconds: float) -> dict[int, float]:
-    return {-1: 0.04} | dict.fromkeys(steps, seconds)
 
 
 EVALUATED = [50, 100, 150]

@@ -27,6 +27,7 @@ from draftline.signal.judge.cause import CAUSES, because, last_text
 from draftline.signal.judge.cause import FAULTS as FAULT_NAMES
 from draftline.signal.judge.compiler_rules import COMPILER_RULES, compile_storm, recompiling
 from draftline.signal.judge.evidence import Evidence, gather
+from draftline.signal.judge.findings import find_causes
 from draftline.signal.judge.memory_rules import (
     allocator_retries,
     cache_flush,
@@ -35,7 +36,6 @@ from draftline.signal.judge.memory_rules import (
     other_process,
     unbounded_shapes,
 )
-from draftline.signal.judge.verdict import find_causes
 from draftline.signal.trace import TOTALS, Event
 
 RULES = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from draftline.signal.judge.shape import MIB, SHAPES, Shape, find_shape
-from draftline.signal.trace import Column
+from draftline.signal.judge.shape import SHAPES, Shape, find_shape
+from draftline.signal.trace import MIB, Column
 
 SPAN_S = 64.0
 GIB = 2**30

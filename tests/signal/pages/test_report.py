@@ -303,6 +303,22 @@ def test_a_long_recording_is_thinned_and_says_so(tmp_path: Path) -> None:
     assert "12,000 readings are drawn with 4,000 points" in page.text
 
 
+def test_what_is_not_drawn_is_said(tmp_path: Path) -> None:
+    """Frequent events and phases: a chart shows some of them."""
+    folder = tmp_path / "busy"
+    folder.mkdir()
+    with (folder / "signal.jsonl").open("w") as file:
+        for step in range(900):
+            at = {"time_s": START_S + step * STEP_S, "device": "0"}
+            row = {"kind": "step", **at, "step": step, "wall_ms": 250.0, "reserved_bytes": GIB}
+            phase = {"kind": "phase", **at, "phase": ("run", "evaluate")[step % 2]}
+            for line in (row, phase, {"kind": "event", **at, "event": "capture", "text": "g"}):
+                file.write(json.dumps(line) + "\n")
+    text = report(folder, tmp_path).text
+    assert "Bands: the longest 120 of" in text
+    assert "Of frequent events at most 400 are marked." in text
+
+
 def test_time_begins_with_the_first_thing_known(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()

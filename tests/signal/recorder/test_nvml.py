@@ -119,10 +119,13 @@ def no_module(name: str) -> Any:
     raise ImportError(name)
 
 
-def test_without_pynvml_the_program_is_asked(tmp_path: Path) -> None:
+def test_without_pynvml_the_program_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     row = "1, GPU-bb, NVIDIA H200, 1225, 143771, [N/A]"
     smi = program(tmp_path, f'echo "$@" > {tmp_path}/asked; echo "{row}"')
     source = open_source(no_module, lambda name: smi)
+    assert "sampled by nvidia-smi, once a second at most: the Python module pynvml" in caplog.text
     (reading,) = source.read(None)
     assert (reading.device, reading.used_bytes, reading.total_bytes) == (
         "1",

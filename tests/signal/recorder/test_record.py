@@ -426,7 +426,7 @@ def test_several_threads_number_their_steps_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_storm_of_events_does_not_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("draftline.signal.recorder.journal._MOST_EVENTS", 3)
     with Recorder(tmp_path / "signal.jsonl") as recorder:
@@ -436,6 +436,7 @@ def test_a_storm_of_events_does_not_fill_the_disk(
         assert len(recorder.trace().events) == 6
     kinds = [event["event"] for event in of_kind(recorder.path, "event")]
     assert kinds == ["recompile"] * 3 + ["capture"]
+    assert caplog.text.count("3 events of kind recompile are enough") == 1
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
