@@ -80,8 +80,11 @@ class ChainDecoder:
         temperature: float = 0.0,
         seed: int = 0,
         block_size: int | None = None,
+        width: int = 1,
     ) -> None:
-        """`slots`: positions a row can hold (longest prompt + new tokens + block)."""
+        """`slots`: positions a row can hold (longest prompt + new tokens + the larger of block and
+        width). `width`: a target call computes at least so many tokens a row; with the block size of
+        another decoder, both run the same kernels and agree to the last bit."""
         target.check_decodable(slots)
         self.target = target
         self.draft = draft
@@ -90,6 +93,7 @@ class ChainDecoder:
         self.rows, self.slots, self.temperature = rows, slots, temperature
         trained = draft.drafter.shape.block_size if draft is not None else 1
         self.block = min(block_size or trained, trained)
+        self.width = max(self.block, width)
         device = target.device
         self.device = device
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -101,7 +105,8 @@ class ChainDecoder:
         else:
             self._draft_head = target.head
         self._stop = torch.tensor(target.stop_ids, device=device, dtype=torch.long)
-        self._offset = torch.arange(self.block, device=device)
+        self._ahead = torch.arange(self.width, device=device)
+        self._offset = self._ahead[: self.block]
         self._slot = torch.arange(slots, device=device)
         self._row = torch.arange(rows, device=device)[:, None]
 
@@ -112,8 +117,8 @@ class ChainDecoder:
         self._start, self._limit, self._drafted_from = buffer(rows), buffer(rows), buffer(rows)
         self._committed, self._slot_hits = buffer(self.block + 1), buffer(max(self.block - 1, 1))
         self._done = torch.ones(rows, dtype=torch.bool, device=device)
-        width = len(target.taps) * target.hidden_size
-        self._features = torch.zeros(rows, self.block, width, dtype=target.dtype, device=device)
+        channels = len(target.taps) * target.hidden_size
+        self._features = torch.zeros(rows, self.block, channels, dtype=target.dtype, device=device)
         self._window = slots
         self._rounds: dict[int, Replayed] = {}
 
@@ -132,10 +137,10 @@ class ChainDecoder:
         longest = max(len(p) for p in prompts)
         if min(len(p) for p in prompts) == 0:
             raise DataError("an empty prompt cannot be decoded; render it with the chat template")
-        if longest + max_new_tokens + self.block > self.slots:
+        if longest + max_new_tokens + self.width > self.slots:
             raise DataError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones need "
-                f"{longest + max_new_tokens + self.block} slots, the decoder has {self.slots}"
+                f"{longest + max_new_tokens + self.width} slots, the decoder has {self.slots}"
             )
         looks = _ROUNDS_PER_LOOK if self.device.type == "cuda" else 1
         windows = self._windows(longest, max_new_tokens, looks)
@@ -170,7 +175,7 @@ class ChainDecoder:
 
     def _window_for(self, reached: int, rounds: int) -> int:
         """Slots that `rounds` rounds can need when the foremost row's anchor is at `reached`."""
-        needed = reached + (rounds + 1) * self.block
+        needed = reached + rounds * self.block + self.width
         return min(self.slots, -(-needed // _WINDOW) * _WINDOW)
 
     def _windows(self, longest: int, max_new_tokens: int, rounds: int) -> list[int]:
@@ -226,18 +231,20 @@ class ChainDecoder:
 
     @torch.no_grad()
     def _decode_round(self) -> None:
-        positions = self._start[:, None] + self._offset
+        positions = self._start[:, None] + self._ahead
         anchor = self._tokens.gather(1, self._start[:, None])
         drafts = anchor[:, :0]
         draft_probs: Tensor | None = None
         if self.draft is not None:
-            drafts, draft_probs = self._propose(self.draft, anchor, positions)
-        block = torch.cat([anchor, drafts], dim=1)
+            drafts, draft_probs = self._propose(self.draft, anchor, positions[:, : self.block])
+        spare = anchor.expand(-1, self.width - self.block)  # overwritten before anything sees them
+        block = torch.cat([anchor, drafts, spare], dim=1)
         self._target_cache.begin(positions, self._window)
         mask = self._slot[None, None, None, : self._window] <= positions[:, None, :, None]
         hidden, features = self.target.extend(block, positions, self._target_cache, mask)
-        logits = self._head.logits(hidden)
-        self._commit(self._verify(drafts, draft_probs, logits), drafts, features)
+        logits = self._head.logits(hidden)[:, : self.block]
+        verdict = self._verify(drafts, draft_probs, logits)
+        self._commit(verdict, drafts, features[:, : self.block])
 
     def _propose(
         self, draft: DraftModel, anchor: Tensor, positions: Tensor

@@ -7,15 +7,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from rich.table import Table
 
 from draftline.data.conversations import read_conversations
 from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
+from draftline.decode.differences import Difference, first_differences
 from draftline.demo import resolve_data
 from draftline.errors import DataError
 from draftline.model.target import Target
@@ -23,6 +25,9 @@ from draftline.model.target import Target
 log = logging.getLogger(__name__)
 
 Prompts = list[list[int]]
+
+# Rows of a matrix product that a GPU computes in the time of one, that of reading the weights.
+_FREE_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Score:
     what lies behind a stop token left out. `committed_counts[n]`: rounds that committed n tokens.
     `slot_acceptance[j]`: share of rounds in which slot j + 1 was accepted. Speeds are tokens over
     decoding seconds without prefill, at `batch_size`. `identical` of `compared` prompts gave exactly
-    the plain greedy output. What was not measured is nan.
+    the plain greedy output; `differences` has the others. What was not measured is nan.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Score:
     plain_tokens_per_s: float
     identical: int
     compared: int
+    differences: tuple[Difference, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -125,7 +131,8 @@ def evaluate(
     scores = []
     longest = max(len(p) for group in prompts.values() for p in group)
     rows = min(batch_size, max(len(group) for group in prompts.values()))
-    slots = longest + max_new_tokens + draft.drafter.shape.block_size
+    block = draft.drafter.shape.block_size
+    slots = longest + max_new_tokens + block
     for temperature in temperatures:
         with ExitStack() as stack:
 
@@ -133,7 +140,15 @@ def evaluate(
                 model: DraftModel | None, heat: float = temperature, owner: ExitStack = stack
             ) -> ChainDecoder:
                 return owner.enter_context(
-                    ChainDecoder(target, model, rows=rows, slots=slots, temperature=heat, seed=seed)
+                    ChainDecoder(
+                        target,
+                        model,
+                        rows=rows,
+                        slots=slots,
+                        temperature=heat,
+                        seed=seed,
+                        width=_shared_width(target, rows, block),
+                    )
                 )
 
             speculative = open_decoder(draft)
@@ -147,8 +162,23 @@ def evaluate(
                     reference, plain_rate = plain.get(
                         (name, temperature), partial(_decode, ordinary, group, max_new_tokens)
                     )
-                scores.append(_score(name, temperature, rows, decoded, reference, plain_rate))
+                score = _score(name, temperature, rows, decoded, reference, plain_rate)
+                if score.identical < score.compared and reference is not None:
+                    outputs = [tokens for d in decoded for tokens in d.tokens]
+                    found = first_differences(target, group, outputs, reference)
+                    score = replace(score, differences=tuple(found))
+                scores.append(score)
     return scores
+
+
+def _shared_width(target: Target, rows: int, block: int) -> int:
+    """Tokens a row that plain decoding computes, so that it runs the kernels of verification.
+
+    A matrix product of one row adds in another order than one of `block` rows. In bfloat16 that
+    tells near-ties apart; in float32 it does not, and on a CPU or in a large batch rows cost time.
+    """
+    rounds = target.dtype != torch.float32 and target.device.type == "cuda"
+    return block if rounds and rows * block <= _FREE_ROWS else 1
 
 
 def _decode(decoder: ChainDecoder, prompts: Prompts, max_new_tokens: int) -> list[Decoded]:
@@ -226,13 +256,12 @@ def score_table(scores: Sequence[Score], title: str) -> Table:
 
 
 def score_details(score: Score) -> str:
-    """Per-slot acceptance and the histogram of committed tokens of one score, as two lines."""
+    """Per-slot acceptance, the histogram of committed tokens, and what differs from plain decoding."""
     slots = " ".join(_number(a, 2) for a in score.slot_acceptance)
     counts = " ".join(f"{n}:{count}" for n, count in enumerate(score.committed_counts) if n)
-    return (
-        f"{score.name} T={score.temperature:g}: slots accepted {slots}\n"
-        f"{score.name} T={score.temperature:g}: rounds by tokens committed {counts}"
-    )
+    lines = [f"slots accepted {slots}", f"rounds by tokens committed {counts}"]
+    lines += [f"differs from plain decoding in {d.describe()}" for d in score.differences]
+    return "\n".join(f"{score.name} T={score.temperature:g}: {line}" for line in lines)
 
 
 def _number(value: float, digits: int) -> str:

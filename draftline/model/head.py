@@ -20,8 +20,16 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits `[..., vocab]` of final-norm hidden states `[..., hidden]`."""
-        return self.transform(hidden @ self.weight.t())
+        """float32 logits `[..., vocab]` of final-norm hidden states `[..., hidden]`.
+
+        On CUDA the product leaves its float32 accumulator unrounded: in bfloat16 the best two of
+        49,152 logits are often equal, and which one wins then depends on the kernel.
+        """
+        if hidden.device.type != "cuda" or hidden.dtype == torch.float32:
+            return self.transform(hidden @ self.weight.t())
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        product = torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+        return self.transform(product.reshape(*hidden.shape[:-1], -1))
 
     def transform(self, product: Tensor) -> Tensor:
         """float32 logits of `hidden @ weight.T`."""
