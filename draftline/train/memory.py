@@ -161,7 +161,7 @@ def _step_bytes(config: Config, inputs: Inputs, device: torch.device) -> int:
     """At least what one step holds at once: activations, and the logits of a chunk with gradient."""
     facts, shape = inputs.facts, inputs.shape
     element = facts.dtype.itemsize
-    rows = config.max_anchors * config.block_size
+    rows = config.anchors * config.block_size
     vocabulary = len(inputs.token_ids) if inputs.token_ids is not None else facts.vocab_size
     logits = 3 if config.loss.soft_labels > 0 else 2
     chunk = logits * element * min(config.loss.chunk_rows, rows) * vocabulary
@@ -178,14 +178,17 @@ def _lowered(
 ) -> dict[str, tuple[int, Config, tuple[int, ...]]]:
     """Every knob on memory: its lower value, and the configuration and slots that go with it."""
     found = {}
-    rows = config.max_anchors * config.block_size
+    rows = config.anchors * config.block_size
     chunk = max(1, min(config.loss.chunk_rows, rows) // 2)
     loss = config.loss.model_copy(update={"chunk_rows": chunk})
     found["loss.chunk_rows"] = (chunk, config.model_copy(update={"loss": loss}), placement.slots)
-    floors = {"max_anchors": 1, "token_budget": max(config.data.max_length, config.max_anchors)}
-    for key, floor in floors.items():
-        half = max(floor, getattr(config, key) // 2)
-        if half < getattr(config, key):
+    knobs = {
+        "max_anchors": (config.anchors, 1),
+        "token_budget": (config.token_budget, max(config.data.max_length, config.max_anchors or 1)),
+    }
+    for key, (now, floor) in knobs.items():
+        half = max(floor, now // 2)
+        if half < now:
             found[key] = (half, config.model_copy(update={key: half}), placement.slots)
     if max(placement.slots) > 1:
         found["topology.slots"] = (1, config, (1,) * len(placement.slots))

@@ -155,7 +155,7 @@ def plan_run(
         limited_by=packs.limited_by,
         packs_per_step=together,
         accumulate=accumulate,
-        rows=together * config.max_anchors * config.block_size,
+        rows=together * config.anchors * config.block_size,
         parameters=parameters,
         padding_pct=padding_pct,
         hours=_hours(config, inputs, placement, memory, steps * together / nodes, computed, rate),
@@ -203,7 +203,7 @@ def _hours(
     if known and config.features.source == "online":
         fed = work.target * computed / known[0]
     if rate is not None:
-        drafted = config.max_anchors * config.block_size / rate
+        drafted = config.anchors * config.block_size / rate
         basis = f"at the given {rate:g} rows/s a drafter; "
         basis += "target estimated, not measured" if fed else "if no drafter waits for a target"
     elif known:
