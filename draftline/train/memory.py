@@ -12,12 +12,12 @@ from draftline.config import Config
 from draftline.errors import DeviceError
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
 from draftline.train.features import feature_size
+from draftline.train.heldout_cost import heldout_bytes
 from draftline.train.inputs import Inputs
+from draftline.train.pack_tensors import PACK_BYTES_A_TOKEN
 from draftline.train.placement import Placement
 
 _GIB = 2**30
-# input_ids, conversation, position, start int32; loss_mask, anchor_mask bool.
-_PACK_BYTES_A_TOKEN = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class DeviceMemory:
     `target` is its weights (with a feature cache, what filling it takes beyond all else) and
     `features` its workers' row buffers; `weights`, `gradients`,
     `masters`, `moments` and `average` are the drafters'; `ends` the copies that they make of the
-    target's embedding and head; `ring` the packs that wait or are staged; `step` the activations,
-    which is a lower bound, since a compiler decides what it keeps; so is the total.
+    target's embedding and head; `ring` the packs that wait or are staged; `held-out` the packs on
+    which a run on the CPU measures itself; `step` the activations, which is a lower bound, since a
+    compiler decides what it keeps; so is the total.
     """
 
     device: torch.device
@@ -65,13 +66,15 @@ def device_memory(
             parts[name] = len(mine) * size
         copied = cached or device not in firsts
         parts["ends"] = _end_bytes(inputs, copied=copied) if mine else 0
-        staged = pack + _PACK_BYTES_A_TOKEN * config.token_budget
+        staged = pack + PACK_BYTES_A_TOKEN * config.token_budget
         parts["ring"] = sum(slots + 1 for slots in mine) * staged
         parts["step"] = len(mine) * _step_bytes(config, inputs, device)
         if cached and device in placement.targets[0]:
             # One target fills the cache and goes before the drafters come: of the two what is more.
             filling = facts.total_bytes // len(placement.targets[0]) + pack
             parts["target"] = max(0, filling - sum(parts.values()))
+        if device.type == "cpu":
+            parts["held-out"] = heldout_bytes(config, inputs)
         name, free = "CPU", free_host_bytes()
         if device.type == "cuda":
             gpu = available[device.index]
