@@ -60,7 +60,7 @@ def losses(
             arrays = build_pack(inputs.samples, pack, config.token_budget, config.block_size)
             worker.run(inputs.samples, pack)
             tensors = PackTensors.build(arrays, worker.row)
-            result = step.loss(tensors, _anchors(tensors, config.max_anchors, drawn))
+            result = step.loss(tensors, _anchors(tensors, config.anchors, drawn))
             optimizer = step.optimizer
             optimizer.add(torch.autograd.grad(result.loss, optimizer.parameters))
             optimizer.update()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 
 import yaml
 from pydantic import Field, model_validator
@@ -28,6 +29,9 @@ from draftline.config_training import (
     TrainSection,
 )
 
+# Rows of a tile of the block mask (model/masks.py, which a configuration does not import).
+_TILE_ROWS = 128
+
 
 class Config(Section):
     """The whole configuration. The four top keys carry the reference set-up's names."""
@@ -39,8 +43,11 @@ class Config(Section):
     block_size: int = Field(16, ge=2, description="Tokens of a block, the anchor included.")
     token_budget: int = Field(8192, ge=2, description="Tokens of a pack: the step's fixed length.")
     max_batch_size: int = Field(64, ge=1, description="Most conversations in a pack.")
-    max_anchors: int = Field(
-        512, ge=1, description="Anchor slots of a pack: the step's fixed width."
+    max_anchors: int | None = Field(
+        None,
+        ge=1,
+        description="Anchor slots of a pack: the step's fixed width. null: a sixth of token_budget, in "
+        "whole tiles and loss chunks.",
     )
     loss: LossSection = Field(default_factory=LossSection)
     data: DataSection
@@ -61,12 +68,26 @@ class Config(Section):
                 f"block_size={self.block_size} clashes with data.max_length="
                 f"{self.data.max_length}: a block must fit into a conversation"
             )
-        if self.max_anchors > self.token_budget:
+        if self.max_anchors is not None and self.max_anchors > self.token_budget:
             raise ValueError(
                 f"max_anchors={self.max_anchors} clashes with token_budget={self.token_budget}: "
                 "there are not that many positions"
             )
         return self
+
+    @property
+    def anchors(self) -> int:
+        """Anchor slots of a pack: `max_anchors`, or a sixth of the budget.
+
+        That is the 512 for 3,072 tokens of the paper (DFlash, arXiv 2602.06036, App. A.1), rounded
+        down so that rows fill whole tiles of the mask and blocks divide into equal loss chunks.
+        """
+        if self.max_anchors is not None:
+            return self.max_anchors
+        sixth = self.token_budget // 6
+        chunks = -(-sixth // max(1, self.loss.chunk_rows // (self.block_size - 1)))
+        unit = chunks * (_TILE_ROWS // math.gcd(_TILE_ROWS, self.block_size))
+        return max(1, sixth // unit * unit or sixth)
 
     @property
     def gamma(self) -> float:

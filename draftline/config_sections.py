@@ -231,9 +231,25 @@ class DataSection(Section):
     train: list[str] = Field(
         min_length=1, description="Conversation files, or builtin:demo-train. Globs are expanded."
     )
+    heldout: float | list[str] | None = Field(
+        0.02,
+        description="What training measures itself on and never sees: a share of the conversations (at "
+        "most 64 of them), or files; null: nothing.",
+    )
     max_length: int = Field(
         2048, ge=2, description="Longest conversation in tokens; longer is cut."
     )
     template: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the chat template."
     )
+
+    @field_validator("heldout", mode="after")
+    @classmethod
+    def _a_share_or_files(cls, value: float | list[str] | None) -> float | list[str] | None:
+        if isinstance(value, float) and not 0 < value <= 0.5:
+            raise ValueError(
+                f"data.heldout={value:g}: a share is above 0 and at most 0.5; null holds out nothing"
+            )
+        if value == []:
+            raise ValueError("data.heldout=[]: name at least one file, give a share, or null")
+        return value

@@ -58,6 +58,11 @@ class TrainSection(Section):
         "exported instead of the last ones; null: no average.",
     )
     log_every: int = Field(10, ge=1, description="Steps between metrics.")
+    eval_every: int = Field(
+        500,
+        ge=1,
+        description="Steps between two measurements on data.heldout; the last step has one too.",
+    )
     checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(2, ge=2, description="Newest checkpoints kept.")
     trackers: list[Literal["tensorboard", "wandb"]] = Field(

@@ -45,6 +45,16 @@ class LossResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """The loss of `LossResult` as `loss` over `weight`, and `accepted [blocks]`, the length of each
+    block's correct prefix; no gradients."""
+
+    loss: Tensor
+    weight: Tensor
+    accepted: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LossKernels:
     """The two passes over the logits of a chunk, `build_loss_kernels` and perhaps compiled.
 
@@ -160,11 +170,7 @@ def head_loss(
     `target_hidden` of the same shape or None; the rest `[blocks, block_size]`, with `labels` as rows
     of `head.weight` (any value where not `known`).
     """
-    blocks, slots, _ = hidden.shape
-    # As even as they can be: blocks that divide give one shape to compile, and none too small to
-    # fill the device.
-    chunks = -(-blocks // max(1, spec.chunk_rows // slots))
-    per_chunk = -(-blocks // chunks)
+    parts = _chunks(hidden, spec)
     answers = labels[:, 1:].contiguous()
     known_slots = known[:, 1:].contiguous()
     supervised_slots = supervised[:, 1:].contiguous()
@@ -174,8 +180,7 @@ def head_loss(
         loss = torch.zeros((), device=states.device)
         weight = torch.zeros((), device=states.device)
         matches = []
-        for first in range(0, blocks, per_chunk):
-            part = slice(first, min(first + per_chunk, blocks))
+        for part in parts:
             raw = states[part] @ head.weight.t()
             target_raw = None if target_hidden is None else target_hidden[part] @ head.weight.t()
             part_loss, part_weight, correct, *rest = kernels.score(
@@ -196,3 +201,41 @@ def head_loss(
         accepted=correct.long().cumprod(1).sum(),
         blocks=supervised_slots[:, 0].sum(),
     )
+
+
+@torch.no_grad()
+def head_scores(
+    hidden: Tensor,
+    target_hidden: Tensor | None,
+    head: Head,
+    labels: Tensor,
+    known: Tensor,
+    supervised: Tensor,
+    spec: LossSpec,
+    kernels: LossKernels,
+) -> Scores:
+    """What `head_loss` would find, block by block and without its gradient pass."""
+    loss = torch.zeros((), device=hidden.device)
+    weight = torch.zeros((), device=hidden.device)
+    accepted = []
+    for part in _chunks(hidden, spec):
+        target_raw = None if target_hidden is None else target_hidden[part] @ head.weight.t()
+        part_loss, part_weight, correct, *_ = kernels.score(
+            hidden[part] @ head.weight.t(),
+            target_raw,
+            labels[part, 1:].contiguous(),
+            known[part, 1:].contiguous(),
+            supervised[part, 1:].contiguous(),
+        )
+        loss, weight = loss + part_loss, weight + part_weight
+        accepted.append(correct.long().cumprod(1).sum(1))
+    return Scores(loss, weight, torch.cat(accepted))
+
+
+def _chunks(hidden: Tensor, spec: LossSpec) -> list[slice]:
+    """Stretches of the blocks `[blocks, slots, hidden]`, as even as they can be: blocks that divide
+    give one shape to compile, and none too small to fill the device."""
+    blocks, slots, _ = hidden.shape
+    chunks = -(-blocks // max(1, spec.chunk_rows // slots))
+    each = -(-blocks // chunks)
+    return [slice(first, min(first + each, blocks)) for first in range(0, blocks, each)]

@@ -20,11 +20,12 @@ from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import keep_float32_exact
 from draftline.runtime.graphs import GraphPool
 from draftline.train.features import FeatureCache, FeatureWorker
+from draftline.train.heldout import HeldOut
 from draftline.train.inputs import Inputs, feature_key, open_target
 from draftline.train.optim import OptimizerSpec
 from draftline.train.placement import Placement
 from draftline.train.plan import Plan
-from draftline.train.start import feature_worker, first_drafter
+from draftline.train.start import feature_worker, first_drafter, measured_packs
 from draftline.train.step import StepSpec, TrainStep, compile_kernels
 
 log = logging.getLogger(__name__)
@@ -32,11 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One feature worker a target worker, one step a drafter; `key` is the features' identity."""
+    """One feature worker a target worker, one step a drafter; `key` is the features' identity;
+    `heldout` measures the first drafter, None where nothing is held out or another machine does."""
 
     features: list[FeatureWorker]
     steps: list[TrainStep]
     key: str
+    heldout: HeldOut | None
 
 
 def step_spec(config: Config, *, total_steps: int, packs_per_step: int, machines: int) -> StepSpec:
@@ -61,7 +64,7 @@ def step_spec(config: Config, *, total_steps: int, packs_per_step: int, machines
             ema=train.ema,
             share=1 / packs_per_step,
         ),
-        max_anchors=config.max_anchors,
+        max_anchors=config.anchors,
         token_budget=config.token_budget,
         noise=config.features.noise,
         seed=config.run.seed,
@@ -79,10 +82,12 @@ def assemble(
     *,
     target: Target | None,
     machines: int,
+    measures: bool,
 ) -> Parts:
     """Loads the targets and allocates what a run computes with, as planned.
 
-    `target` is the first one when the caller has it. The feature cache is filled here, after which
+    `target` is the first one when the caller has it; `measures` says that this machine measures on
+    held-out conversations. The feature cache is filled here, after which
     its target is let go.
     """
     placement = plan.placement
@@ -93,6 +98,7 @@ def assemble(
     key = feature_key(config, inputs.samples, target)
     devices = list(dict.fromkeys(placement.drafters))
     ends = {device: target.ends(device) for device in devices}
+    measured = measured_packs(config, inputs, target, choices) if measures else []
     cache = None
     if config.features.source != "online":
         cache = _filled(config, inputs, target, choices, run_dir, key)
@@ -128,7 +134,10 @@ def assemble(
         )
         for device in placement.drafters
     ]
-    return Parts(features, steps, key)
+    heldout = None
+    if measured:
+        heldout = HeldOut(steps[0], measured, config.anchors, pool=pools[steps[0].device])
+    return Parts(features, steps, key, heldout)
 
 
 def _replicas(

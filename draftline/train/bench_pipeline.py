@@ -116,7 +116,7 @@ def bench_pipeline(config: Config, *, steps: int) -> PipelineBench:
         slower_ms=placement.pack_time(target_ms, drafter_ms),
         run_ms=1000 / packs,
         steps=steps,
-        rows_per_s=packs * config.max_anchors * config.block_size,
+        rows_per_s=packs * config.anchors * config.block_size,
         tokens_per_s=packs * config.token_budget,
         targets_waited_pct=statistics.mean(m["targets_waited_pct"] for m in metrics),
         drafters_waited_pct=statistics.mean(m["drafters_waited_pct"] for m in metrics),

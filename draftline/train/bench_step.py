@@ -146,10 +146,10 @@ def bench_step(config: Config, *, steps: int, profile: bool) -> StepBench:
     shape = step.drafter.shape
     vocabulary = config.drafter.vocab_size or facts.vocab_size
     soft = config.loss.soft_labels > 0
-    work = step_flops(shape, vocabulary, config.token_budget, config.max_anchors, soft=soft)
+    work = step_flops(shape, vocabulary, config.token_budget, config.anchors, soft=soft)
     return StepBench(
         device=describe_device(device),
-        rows=config.max_anchors * config.block_size,
+        rows=config.anchors * config.block_size,
         context=config.token_budget,
         parameters=shape.num_parameters,
         warm_s=warm_s,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftline.runtime.workers import Worker
+from draftline.train.heldout import HeldOutScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class Duties:
     `go_on(step)` is asked before step `step` (0-based); `finished(step)` is called when `step` steps
     are queued; `report(step, sums)` gets the totals up to `step`, added up over this machine's
     drafters. `reports(step)` says whether totals are read after `step` steps, `compares(step)` whether
-    the drafters are compared.
+    the drafters are compared, `measures(step)` whether the lead is measured on held-out answers;
+    `measured(step, score)` gets that after `finished` and before `report`.
     """
 
     go_on: Callable[[int], bool]
@@ -24,6 +26,8 @@ class Duties:
     report: Callable[[int, list[float]], None]
     reports: Callable[[int], bool]
     compares: Callable[[int], bool]
+    measures: Callable[[int], bool]
+    measured: Callable[[int, HeldOutScore], None]
 
 
 class Boundary:

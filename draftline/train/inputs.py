@@ -16,10 +16,11 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.conversations import Reading, Reject, read_conversations
+from draftline.data.heldout import Split, count_conversations, hold_out, leave_out
 from draftline.data.packing import PackPlan, plan_packs
 from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
 from draftline.demo import resolve_data
-from draftline.errors import TargetError
+from draftline.errors import DataError, TargetError
 from draftline.model.drafter import DrafterShape
 from draftline.model.facts import TargetFacts, read_facts
 from draftline.model.init import build_shape
@@ -38,7 +39,8 @@ _CHARACTERS_A_TOKEN = 4
 class Inputs:
     """What is known before a weight is loaded. `token_ids [draft_vocab]` int64 on the CPU, or None
     for the whole vocabulary; `cut_turns` answers begin behind data.max_length; `estimated` says
-    that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run."""
+    that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run;
+    `heldout` are samples that no step trains on."""
 
     facts: TargetFacts
     samples: tuple[Sample, ...]
@@ -49,6 +51,7 @@ class Inputs:
     shape: DrafterShape
     token_ids: Tensor | None
     estimated: bool = False
+    heldout: tuple[Sample, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -61,6 +64,8 @@ class Inputs:
             f"data: {len(self.samples)} samples of {self.rows} rows, {about}{self.tokens} tokens, "
             f"{self.supervised_tokens} supervised"
         )
+        if self.heldout:
+            text += f"; {count_conversations(self.heldout)} conversations held out"
         if cut := sum(s.truncated for s in self.samples):
             text += f"; {cut} samples end early (data.max_length, or cut by their generator)"
         if self.cut_turns:
@@ -150,20 +155,75 @@ def prepare(
             f"target.path={config.target.path} has no tokenizer (tokenizer.json, "
             "tokenizer_config.json); copy the target's into it"
         )
+    split = _hold_out(config, tokenized.samples, facts, choices)
+    if config.max_anchors is None:
+        choices.record(
+            "max_anchors",
+            wanted="auto",
+            got=str(config.anchors),
+            reason="a sixth of token_budget, as 512 for 3,072 tokens, in whole tiles and loss chunks",
+        )
     token_ids = None
     if config.drafter.vocab_size is not None:
-        token_ids = _draft_vocabulary(config.drafter.vocab_size, tokenized.samples, facts, choices)
+        token_ids = _draft_vocabulary(config.drafter.vocab_size, split.train, facts, choices)
     return Inputs(
         facts=facts,
-        samples=tokenized.samples,
+        samples=split.train,
         rejects=(*reading.rejects, *tokenized.rejects),
         rows=reading.rows,
-        supervised_tokens=tokenized.supervised_tokens,
+        supervised_tokens=sum(int(sample.loss_mask.sum()) for sample in split.train),
         cut_turns=tokenized.cut_turns,
         shape=build_shape(config, facts, mask_token),
         token_ids=token_ids,
         estimated=estimated,
+        heldout=split.heldout,
     )
+
+
+def _hold_out(
+    config: Config, samples: tuple[Sample, ...], facts: TargetFacts, choices: Choices
+) -> Split:
+    """The samples to train on and those that data.heldout keeps from it; recorded."""
+    wanted = config.data.heldout
+    if wanted is None:
+        return Split(samples, (), 0)
+    if isinstance(wanted, float):
+        split = hold_out(samples, wanted)
+        held = count_conversations(split.heldout)
+        reason = "those whose prompts have the smallest hashes; training measures itself on them"
+        if not held:
+            reason = f"{wanted:.3g} of them is less than one; training measures itself on none"
+        choices.record(
+            "data.heldout",
+            wanted=f"{wanted:g} of the conversations",
+            got=f"{held} of {split.conversations} conversations",
+            reason=reason,
+        )
+        return split
+    if facts.tokenizer is None:
+        return Split(samples, (), 0)
+    reading = read_conversations([p for name in wanted for p in resolve_data(name)])
+    tokenized = tokenize(
+        reading.conversations,
+        facts.tokenizer,
+        max_length=config.data.max_length,
+        block_size=config.block_size,
+        template_kwargs=config.data.template,
+    )
+    split = leave_out(samples, tokenized.samples)
+    if not split.train:
+        raise DataError(
+            f"data.heldout={wanted} holds every prompt of data.train, so nothing is left to train "
+            "on; give other files, a share, or null"
+        )
+    gone = split.conversations - count_conversations(split.train)
+    choices.record(
+        "data.heldout",
+        wanted=", ".join(wanted),
+        got=f"{count_conversations(split.heldout)} conversations, {gone} taken out of training",
+        reason="what is measured on must not be trained on",
+    )
+    return split
 
 
 def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:

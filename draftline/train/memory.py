@@ -12,12 +12,12 @@ from draftline.config import Config
 from draftline.errors import DeviceError
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
 from draftline.train.features import feature_size
+from draftline.train.heldout_cost import heldout_bytes
 from draftline.train.inputs import Inputs
+from draftline.train.pack_tensors import PACK_BYTES_A_TOKEN
 from draftline.train.placement import Placement
 
 _GIB = 2**30
-# input_ids, conversation, position, start int32; loss_mask, anchor_mask bool.
-_PACK_BYTES_A_TOKEN = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class DeviceMemory:
     `target` is its weights (with a feature cache, what filling it takes beyond all else) and
     `features` its workers' row buffers; `weights`, `gradients`,
     `masters`, `moments` and `average` are the drafters'; `ends` the copies that they make of the
-    target's embedding and head; `ring` the packs that wait or are staged; `step` the activations,
-    which is a lower bound, since a compiler decides what it keeps; so is the total.
+    target's embedding and head; `ring` the packs that wait or are staged; `held-out` the packs on
+    which a run on the CPU measures itself; `step` the activations, which is a lower bound, since a
+    compiler decides what it keeps; so is the total.
     """
 
     device: torch.device
@@ -65,13 +66,15 @@ def device_memory(
             parts[name] = len(mine) * size
         copied = cached or device not in firsts
         parts["ends"] = _end_bytes(inputs, copied=copied) if mine else 0
-        staged = pack + _PACK_BYTES_A_TOKEN * config.token_budget
+        staged = pack + PACK_BYTES_A_TOKEN * config.token_budget
         parts["ring"] = sum(slots + 1 for slots in mine) * staged
         parts["step"] = len(mine) * _step_bytes(config, inputs, device)
         if cached and device in placement.targets[0]:
             # One target fills the cache and goes before the drafters come: of the two what is more.
             filling = facts.total_bytes // len(placement.targets[0]) + pack
             parts["target"] = max(0, filling - sum(parts.values()))
+        if device.type == "cpu":
+            parts["held-out"] = heldout_bytes(config, inputs)
         name, free = "CPU", free_host_bytes()
         if device.type == "cuda":
             gpu = available[device.index]
@@ -161,7 +164,7 @@ def _step_bytes(config: Config, inputs: Inputs, device: torch.device) -> int:
     """At least what one step holds at once: activations, and the logits of a chunk with gradient."""
     facts, shape = inputs.facts, inputs.shape
     element = facts.dtype.itemsize
-    rows = config.max_anchors * config.block_size
+    rows = config.anchors * config.block_size
     vocabulary = len(inputs.token_ids) if inputs.token_ids is not None else facts.vocab_size
     logits = 3 if config.loss.soft_labels > 0 else 2
     chunk = logits * element * min(config.loss.chunk_rows, rows) * vocabulary
@@ -178,14 +181,17 @@ def _lowered(
 ) -> dict[str, tuple[int, Config, tuple[int, ...]]]:
     """Every knob on memory: its lower value, and the configuration and slots that go with it."""
     found = {}
-    rows = config.max_anchors * config.block_size
+    rows = config.anchors * config.block_size
     chunk = max(1, min(config.loss.chunk_rows, rows) // 2)
     loss = config.loss.model_copy(update={"chunk_rows": chunk})
     found["loss.chunk_rows"] = (chunk, config.model_copy(update={"loss": loss}), placement.slots)
-    floors = {"max_anchors": 1, "token_budget": max(config.data.max_length, config.max_anchors)}
-    for key, floor in floors.items():
-        half = max(floor, getattr(config, key) // 2)
-        if half < getattr(config, key):
+    knobs = {
+        "max_anchors": (config.anchors, 1),
+        "token_budget": (config.token_budget, max(config.data.max_length, config.max_anchors or 1)),
+    }
+    for key, (now, floor) in knobs.items():
+        half = max(floor, now // 2)
+        if half < now:
             found[key] = (half, config.model_copy(update={key: half}), placement.slots)
     if max(placement.slots) > 1:
         found["topology.slots"] = (1, config, (1,) * len(placement.slots))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 # Elements; parameters start at multiples, as wide loads and matrix kernels want them.
 _ALIGNMENT = 128
 _EPS = 1e-8
+# Elements that change places at once.
+_STRETCH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,8 @@ class MasterAdamW:
         self.average = self.master.clone() if spec.ema is not None else None
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)
         self._enabled = torch.ones((), device=device)
+        swaps = self.average is not None and not self._separate
+        self._scratch = torch.empty(min(size, _STRETCH) if swaps else 0, device=device)
 
     def enable(self, on: bool) -> None:
         """Off: `update` computes everything and changes nothing, for a warm-up."""
@@ -222,6 +227,34 @@ class MasterAdamW:
 
     def _list(self, flat: Tensor) -> list[Tensor]:
         return list(self.named(flat).values())
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the parameters hold the average, where there is one; afterwards what they held,
+        to the bit."""
+        if self.average is None:
+            yield
+            return
+        self._show(self.average)
+        try:
+            yield
+        finally:
+            self._show(self.master)
+
+    @torch.no_grad()
+    def _show(self, flat: Tensor) -> None:
+        """Puts a flat buffer into the parameters; float32 ones are the masters, which change places
+        with the average in stretches, as nothing as large is to spare."""
+        if self._separate:
+            self.working.copy_(flat)
+            return
+        assert self.average is not None, "nothing else is shown"
+        for first in range(0, len(self.master), _STRETCH):
+            mine, other = (f[first : first + _STRETCH] for f in (self.master, self.average))
+            held = self._scratch[: len(mine)]
+            held.copy_(mine)
+            mine.copy_(other)
+            other.copy_(held)
 
     def buffers(self) -> dict[str, Tensor]:
         """The flat buffers that a checkpoint holds: master, exp_avg, exp_avg_sq, average."""

@@ -21,6 +21,8 @@ _DTYPES = {
     "position": torch.int32,
     "start": torch.int32,
 }
+# Of everything but the features.
+PACK_BYTES_A_TOKEN = sum(dtype.itemsize for dtype in _DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from draftline.runtime.workers import Crew, Stopped, Worker
 from draftline.train.boundary import Boundary, Duties
 from draftline.train.features import FeatureWorker
 from draftline.train.feed import Feed, Job
+from draftline.train.heldout import HeldOut
 from draftline.train.pack_tensors import PackStager, PackTensors
 from draftline.train.step import TrainStep
 
@@ -48,12 +49,14 @@ class Pipeline:
         accumulate: int,
         first_step: int,
         duties: Duties,
+        heldout: HeldOut | None = None,
     ) -> None:
         """Allocates the rings and makes the workers; nothing runs before `run`."""
         self._crew, self._gate, self._feed, self._reducer = crew, gate, feed, reducer
         self._steps, self._features = list(steps), list(features)
         self._samples, self._budget, self._block_size = samples, token_budget, block_size
         self._accumulate, self._first_step, self._duties = accumulate, first_step, duties
+        self._heldout = heldout
         self._boundary = Boundary(len(steps))
         # Nothing is added up: the gradients are used where the first graph left them, and no other
         # graph may run between the two.
@@ -182,9 +185,15 @@ class Pipeline:
     def _draft(self, worker: Worker, index: int) -> None:
         step, lead = self._steps[index], index == 0
 
+        heldout = self._heldout if lead else None
+
         def warm() -> None:
             step.compile()
+            if heldout is not None:
+                heldout.compile()
             step.capture()
+            if heldout is not None:
+                heldout.capture()
 
         self._warm(worker, f"drafter-{index} step", warm, captures=True)
         # After all captures, which give back what lies unused: this takes memory once, and for good.
@@ -209,6 +218,8 @@ class Pipeline:
             if lead:
                 worker.doing("checkpoint", number)
                 self._duties.finished(number)
+            if heldout is not None and self._duties.measures(number):
+                self._measure(worker, heldout, number)
         if pending is not None:
             self._report(worker, index, pending)
         with self._warm_condition:
@@ -246,6 +257,15 @@ class Pipeline:
             worker.doing("update", number + 1)
             with self._turn(worker, devices), self._gate.running():
                 step.update()
+
+    def _measure(self, worker: Worker, heldout: HeldOut, number: int) -> None:
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            with self._turn(worker, (worker.device,)), self._gate.running():
+                yield
+
+        score = heldout.measure(turn, lambda: worker.doing("held-out measurement", number))
+        self._duties.measured(number, score)
 
     def _report(self, worker: Worker, index: int, step: int) -> None:
         worker.doing("report", step)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+import numpy as np
 
 from draftline.config import Config
 from draftline.data.packing import PackPlan
+from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
-from draftline.runtime.devices import DeviceFacts
+from draftline.runtime.devices import DeviceFacts, free_host_bytes
 from draftline.train.features import feature_size
+from draftline.train.heldout_cost import HeldOutCost, heldout_cost
 from draftline.train.inputs import Inputs
 from draftline.train.memory import DeviceMemory, check_memory, device_memory, memory_table
 from draftline.train.placement import Placement, accumulation
@@ -22,7 +26,7 @@ _GIB = 2**30
 # Matrix work that an H200 does in a step of this kind, of 790 TFLOP/s measured at best
 # (bench/results); what other devices do is not known.
 _KNOWN_FLOPS = {"H200": 0.55 * 790e12}
-# Packs whose padding is counted; more would change the share by less than its print.
+# Packs whose padding and anchors are counted; more would change the share by less than its print.
 _PADDED_PACKS = 64
 
 
@@ -47,7 +51,9 @@ class Plan:
     """Sizes in bytes and counts; `lines()` is what a person reads before the run starts.
 
     `accumulate` packs go through each drafter a step, `packs_per_step` through all of them; `rows`
-    are those of a step, `padding_pct` the share of padding in target forwards.
+    are those of a step, `anchored_pct` the share of the positions where a block could begin at which
+    one does in an epoch, `padding_pct` the share of padding in target forwards. `heldout` is what
+    measuring costs, None where nothing is held out.
     """
 
     steps: int
@@ -58,8 +64,11 @@ class Plan:
     packs_per_step: int
     accumulate: int
     rows: int
+    anchors: int
+    anchored_pct: float
     parameters: int
     padding_pct: float
+    heldout: HeldOutCost | None
     hours: Hours
     placement: Placement
     memory: tuple[DeviceMemory, ...]
@@ -76,6 +85,10 @@ class Plan:
             f"plan: {self.rows} rows a step from {self.packs_per_step} pack(s), {self.accumulate} a "
             f"drafter; drafter of {self.parameters / 1e6:.1f} M parameters"
         )
+        about_anchors = (
+            f"plan: {self.anchors} anchors a pack, in an epoch at {self.anchored_pct:.0f} % of the "
+            "positions where a block can begin"
+        )
         about_target = f"plan: {self.padding_pct:.1f} % padding in target forwards"
         if self.cache_bytes:
             about_target += f", feature cache {self.cache_bytes / _GIB:.2f} GiB"
@@ -83,7 +96,9 @@ class Plan:
             f"plan: checkpoints of {self.checkpoint_bytes / _GIB:.2f} GiB, at most "
             f"{self.disk_bytes / _GIB:.2f} GiB of disk"
         )
-        lines = [*self.placement.lines(), about_steps, about_rows, about_target]
+        lines = [*self.placement.lines(), about_steps, about_rows, about_anchors, about_target]
+        if self.heldout is not None:
+            lines.append(self.heldout.line())
         table = [f"    {line}" for line in memory_table(self.memory)]
         return [
             *lines,
@@ -97,6 +112,7 @@ class Plan:
         """Everything, as JSON takes it."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {
+            "heldout": None if self.heldout is None else asdict(self.heldout),
             "hours": self.hours.hours,
             "hours_basis": self.hours.basis,
             "placement": {
@@ -155,9 +171,12 @@ def plan_run(
         limited_by=packs.limited_by,
         packs_per_step=together,
         accumulate=accumulate,
-        rows=together * config.max_anchors * config.block_size,
+        rows=together * config.anchors * config.block_size,
+        anchors=config.anchors,
+        anchored_pct=_anchored_pct(config, inputs, packs),
         parameters=parameters,
         padding_pct=padding_pct,
+        heldout=heldout_cost(config, inputs, steps=steps, accumulate=accumulate),
         hours=_hours(config, inputs, placement, memory, steps * together / nodes, computed, rate),
         placement=placement,
         memory=memory,
@@ -169,8 +188,23 @@ def plan_run(
         disk_bytes=checkpoint * (config.train.keep_checkpoints + 1),
     )
     check_memory(memory, config, inputs, placement, available)
+    _check_host(plan.heldout)
     _check_disk(plan, Path(config.run.dir))
     return plan
+
+
+def _anchored_pct(config: Config, inputs: Inputs, packs: PackPlan) -> float:
+    """Blocks of 100 positions that could begin one, over the first packs."""
+    anchored = possible = 0
+    for pack in packs.packs[:_PADDED_PACKS]:
+        here = 0
+        for member in pack.members:
+            sample = inputs.samples[member]
+            mask = anchor_mask(sample.loss_mask, sample.truncated, config.block_size)
+            here += int(np.count_nonzero(mask))
+        anchored += min(here, config.anchors)
+        possible += here
+    return 100 * anchored / max(possible, 1)
 
 
 def _padding_pct(config: Config, inputs: Inputs, packs: PackPlan) -> float:
@@ -203,7 +237,7 @@ def _hours(
     if known and config.features.source == "online":
         fed = work.target * computed / known[0]
     if rate is not None:
-        drafted = config.max_anchors * config.block_size / rate
+        drafted = config.anchors * config.block_size / rate
         basis = f"at the given {rate:g} rows/s a drafter; "
         basis += "target estimated, not measured" if fed else "if no drafter waits for a target"
     elif known:
@@ -214,6 +248,15 @@ def _hours(
             None, "unknown here; draftline plan --rate takes what draftline bench step measures"
         )
     return Hours(packs * placement.pack_time(fed, drafted) / 3600, basis)
+
+
+def _check_host(heldout: HeldOutCost | None) -> None:
+    free = free_host_bytes()
+    if heldout is not None and free is not None and heldout.host_bytes > free:
+        raise ConfigError(
+            f"the held-out features need {heldout.host_bytes / _GIB:.2f} GiB of host memory and "
+            f"{free / _GIB:.2f} GiB are free; lower data.heldout, or null measures on none"
+        )
 
 
 def _check_disk(plan: Plan, directory: Path) -> None:

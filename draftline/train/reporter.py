@@ -13,10 +13,14 @@ from draftline.errors import RunError
 from draftline.runlog import RunLog
 from draftline.runtime.memory import MemoryBaseline
 from draftline.runtime.ring import WaitMeter
+from draftline.train.heldout import HeldOutScore
 from draftline.train.totals import summarize
 from draftline.train.trackers import Trackers
 
 log = logging.getLogger(__name__)
+
+# Step, totals, when its last step was queued, and what was measured after it.
+_Report = tuple[int, list[float], float, HeldOutScore | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,10 @@ class Reporter:
         self._scale = scale
         self._rate_at, self._epoch_at = rate_at, epoch_at
         self._spent_before_s = spent_before_s
-        self._reports: queue.SimpleQueue[tuple[int, list[float], float]] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[_Report] = queue.SimpleQueue()
         self._began = time.perf_counter()
         self._logged = (first_step, self._began)
+        self._paused_s = 0.0
         self._waits: Mapping[str, Sequence[WaitMeter]] = {}
         self._carried: dict[str, float] = {}
         self._memory = MemoryBaseline([])
@@ -64,20 +69,33 @@ class Reporter:
         """Training time so far, earlier processes of the run included."""
         return self._spent_before_s + time.perf_counter() - self._began
 
-    def put(self, step: int, sums: list[float], at: float) -> None:
-        """The totals up to `step`, whose last step was queued at `at` (perf_counter)."""
-        self._reports.put((step, sums, at))
+    def put(
+        self, step: int, sums: list[float], at: float, score: HeldOutScore | None = None
+    ) -> None:
+        """The totals up to `step`, whose last step was queued at `at` (perf_counter), and what was
+        measured after it."""
+        self._reports.put((step, sums, at, score))
 
     def drain(self, trackers: Trackers) -> None:
         """Writes what has come; raises RunError for a loss or gradient that was not finite."""
         while not self._reports.empty():
             self._write(trackers, *self._reports.get())
 
-    def _write(self, trackers: Trackers, step: int, sums: list[float], at: float) -> None:
+    def _write(
+        self,
+        trackers: Trackers,
+        step: int,
+        sums: list[float],
+        at: float,
+        score: HeldOutScore | None,
+    ) -> None:
         values: dict[str, Any] = summarize(sums)
         before, since = self._logged
         self._logged = (step, at)
-        seconds = max(at - since, 1e-9)
+        whole_s = max(at - since, 1e-9)
+        # Measuring is not training: rates are those of steps.
+        seconds = max(whole_s - self._paused_s, 1e-9)
+        self._paused_s = 0.0 if score is None else score.heldout_s
         rate = (step - before) / seconds
         values |= {
             "learning_rate": self._rate_at(step - 1),
@@ -91,12 +109,14 @@ class Reporter:
         for side, meters in self._waits.items():
             # A wait is measured when it ends; what began before this stretch fills it at most.
             waited = self._carried.get(side, 0.0) + _read(meters)
-            whole = seconds * len(meters)
+            whole = whole_s * len(meters)
             values[f"{side}_waited_pct"] = 100 * min(waited, whole) / whole
             self._carried[side] = max(0.0, waited - whole)
         for change in self._memory.changes():
             values[f"reserved_gib/{change.device}"] = change.reserved_bytes / 2**30
             values[f"allocator_calls/{change.device}"] = change.allocator_calls
+        if score is not None:
+            values |= score.metrics()
         trackers.metrics(step, values)
         if values["bad_steps"] or values["bad_packs"]:
             raise RunError(

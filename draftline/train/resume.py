@@ -21,6 +21,7 @@ _FREE_KEYS = (
     # Compared as a number of packs, which workers and this key make together.
     "train.packs_per_step",
     "train.log_every",
+    "train.eval_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.trackers",

@@ -28,6 +28,7 @@ from draftline.train.assemble import assemble
 from draftline.train.boundary import Duties
 from draftline.train.checkpoint import Checkpoint
 from draftline.train.feed import Feed, Position, Share
+from draftline.train.heldout import HeldOutScore
 from draftline.train.inputs import Inputs, epoch_packs
 from draftline.train.interrupts import interrupts
 from draftline.train.memory_watch import MemoryWatch
@@ -49,7 +50,7 @@ _NEWS_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Trained:
     """How a run ended: `step` of `total`, whether it was interrupted, and its last checkpoint, which
-    the first machine alone has."""
+    the first machine alone has. `heldout` is the last measurement of this process."""
 
     run_dir: Path
     checkpoint: Path | None
@@ -57,6 +58,7 @@ class Trained:
     total: int
     interrupted: bool
     seconds: float
+    heldout: HeldOutScore | None = None
 
 
 class Run:
@@ -96,6 +98,7 @@ class Run:
             runlog.directory,
             target=target,
             machines=machines,
+            measures=nodes is None or nodes.is_first,
         )
         optimizers = [step.optimizer for step in self.parts.steps]
         # Where nothing is added up there is no buffer, and the reducer never touches what it gets.
@@ -125,6 +128,7 @@ class Run:
             )
         self.start = Position(0, 0, 0)
         self.first_step = self.done_steps = 0
+        self.score: HeldOutScore | None = None
         self._spent_before = 0.0
         self._looked_for_news = time.monotonic()
 
@@ -225,6 +229,7 @@ class Run:
         train, total = self.config.train, self.plan.steps
         tokens = self.config.token_budget * self.share.packs_per_step
         queued: dict[int, float] = {}
+        scores: dict[int, HeldOutScore] = {}
 
         def go_on(step: int) -> bool:
             stop = interrupted.is_set()
@@ -232,8 +237,14 @@ class Run:
                 stop = self.nodes.agree(stop)
             return step < total and not stop
 
+        def measures(step: int) -> bool:
+            return bool(self.inputs.heldout) and (step % train.eval_every == 0 or step == total)
+
         def reports(step: int) -> bool:
-            return step % train.log_every == 0 or step == total
+            return step % train.log_every == 0 or step == total or measures(step)
+
+        def measured(step: int, score: HeldOutScore) -> None:
+            self.score = scores[step] = score
 
         def finished(step: int) -> None:
             self.done_steps = step
@@ -252,7 +263,7 @@ class Run:
             if self.nodes is not None:
                 machines = self.nodes.gather(sums)
                 sums = [sum(column) for column in zip(*machines, strict=True)]
-            reporter.put(step, sums, queued.pop(step))
+            reporter.put(step, sums, queued.pop(step), scores.pop(step, None))
 
         return Duties(
             go_on=go_on,
@@ -260,6 +271,8 @@ class Run:
             report=report,
             reports=reports,
             compares=lambda step: step % self.config.topology.check_every == 0,
+            measures=measures,
+            measured=measured,
         )
 
     def _pipeline(self, crew: Crew, feed: Feed, duties: Duties) -> Pipeline:
@@ -278,6 +291,7 @@ class Run:
             accumulate=self.share.accumulate,
             first_step=self.first_step,
             duties=duties,
+            heldout=self.parts.heldout,
         )
 
     def _hear_news(self) -> None:
@@ -307,6 +321,7 @@ class Run:
             total=self.plan.steps,
             interrupted=interrupted,
             seconds=seconds,
+            heldout=self.score,
         )
 
     def _position(self, feed: Feed) -> Position:

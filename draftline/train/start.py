@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.batches import BatchTable, check_table, derive_table
+from draftline.data.packing import Pack, PackArrays, plan_packs
 from draftline.data.tokens import Sample
 from draftline.model.drafter import Drafter
 from draftline.model.init import init_drafter, measure_feature_scale
 from draftline.model.target import Target
 from draftline.train.features import CachedFeatures, FeatureCache, FeatureWorker, measure
 from draftline.train.forwards import TargetForwards
+from draftline.train.heldout import compute_packs
 from draftline.train.inputs import Inputs
+from draftline.train.pack_tensors import PackTensors
 
 # Conversations on which the feature scale is measured.
 _SCALE_SAMPLES = 32
@@ -55,6 +59,32 @@ def feature_worker(
         capture=config.target.capture,
         choices=choices,
     )
+
+
+def heldout_packs(config: Config, samples: Sequence[Sample]) -> tuple[Pack, ...]:
+    """The packs of held-out samples, the same whatever a run's seed and shares are."""
+    if not samples:
+        return ()
+    plan = plan_packs(
+        [len(sample.input_ids) for sample in samples],
+        token_budget=config.token_budget,
+        max_batch_size=config.max_batch_size,
+        seed=0,
+        epoch=0,
+    )
+    return plan.packs
+
+
+def measured_packs(
+    config: Config, inputs: Inputs, target: Target, choices: Choices
+) -> list[tuple[PackArrays, PackTensors]]:
+    """The held-out packs with their features, on the host; a worker of their own computes them."""
+    packs = heldout_packs(config, inputs.heldout)
+    if not packs:
+        return []
+    held = replace(inputs, samples=inputs.heldout)
+    worker = feature_worker(config, held, target, None, target.device, choices)
+    return compute_packs(worker, held.samples, packs, config.block_size)
 
 
 def first_drafter(

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from draftline.model.anchors import Anchors, build_blocks, sample_anchors
 from draftline.model.drafter import Drafter, Mask
-from draftline.model.head import TargetEnds
+from draftline.model.head import Head, TargetEnds
 from draftline.model.losses import (
     LossKernels,
     LossResult,
     LossSpec,
+    Scores,
     build_loss_kernels,
     head_loss,
+    head_scores,
 )
 from draftline.model.masks import block_mask, dense_mask
 from draftline.runtime.compiled import CompileGate
@@ -188,6 +190,19 @@ class TrainStep:
 
     def loss(self, pack: PackTensors, anchors: Anchors) -> LossResult:
         """Forward and loss at given anchors; the result's loss has a gradient."""
+        predicted = self._predict(pack, anchors, self._spec.noise)
+        return head_loss(*predicted, self._spec.loss, self._kernels.loss)
+
+    def scores(self, pack: PackTensors, anchors: Anchors) -> Scores:
+        """Forward and scores at given anchors, without feature noise; draws nothing at random."""
+        # With gradients, as in training: without them the forward would be compiled once more.
+        predicted = self._predict(pack, anchors, 0.0)
+        return head_scores(*predicted, self._spec.loss, self._kernels.loss)
+
+    def _predict(
+        self, pack: PackTensors, anchors: Anchors, deviation: float
+    ) -> tuple[Tensor, Tensor | None, Head, Tensor, Tensor, Tensor]:
+        """The arguments of `head_loss` up to the supervised slots."""
         shape, ends = self.drafter.shape, self._kernels.ends
         blocks = build_blocks(
             anchors,
@@ -199,9 +214,9 @@ class TrainStep:
             shape.mask_token_id,
         )
         features = pack.features[:, : self._taps_width]
-        if self._spec.noise:
+        if deviation:
             noise = torch.empty_like(features).normal_(generator=self._generator)
-            scale = self._spec.noise / self.drafter.feature_scale.to(noise.dtype)
+            scale = deviation / self.drafter.feature_scale.to(noise.dtype)
             features = features + noise * scale
         sliding: Mask | None = None
         if shape.sliding_layers:
@@ -220,15 +235,13 @@ class TrainStep:
             # The prediction of slot j is made at the position before it.
             target_hidden = pack.features[:, self._taps_width :][blocks.index[:, :-1]]
         labels = self._kernels.draft_id[blocks.labels]
-        return head_loss(
+        return (
             hidden.view(-1, shape.block_size - 1, hidden.shape[-1]),
             target_hidden,
             ends.head,
             labels.clamp_min(0),
             labels >= 0,
             blocks.supervised,
-            self._spec.loss,
-            self._kernels.loss,
         )
 
     def _run_gradients(self) -> None:

@@ -89,6 +89,7 @@ class TerminalProgress:
         self._total = total
         self._lines = max(1, total // every)
         self._next_line = 0
+        self._heldout = ""
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -106,13 +107,19 @@ class TerminalProgress:
             self._progress.start()
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
+        measured = "accept_length_heldout" in values
+        if measured:
+            self._heldout = (
+                f"held-out {values['accept_length_heldout']:.3f} uniform / "
+                f"{values['accept_length_chain']:.3f} chain  "
+            )
         text = (
             f"loss {values['loss']:.3f}  accept {values['accept_length_forced']:.3f}  "
-            f"{values['tokens_per_s']:.0f} tok/s  {values['rows_per_s']:.0f} rows/s"
+            f"{self._heldout}{values['tokens_per_s']:.0f} tok/s  {values['rows_per_s']:.0f} rows/s"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=step, text=text)
-        elif step >= self._next_line or step == self._total:
+        elif step >= self._next_line or step == self._total or measured:
             remaining = values["eta_s"]
             self._console.print(
                 f"step {step}/{self._total}  {text}  ETA {remaining / 60:.1f} min", highlight=False

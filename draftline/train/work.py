@@ -22,7 +22,7 @@ def pack_work(config: Config, facts: TargetFacts, shape: DrafterShape) -> PackWo
     soft = config.loss.soft_labels > 0
     a_token = facts.total_flops if soft else facts.trunk_flops
     vocabulary = config.drafter.vocab_size or facts.vocab_size
-    step = step_flops(shape, vocabulary, config.token_budget, config.max_anchors, soft=soft)
+    step = step_flops(shape, vocabulary, config.token_budget, config.anchors, soft=soft)
     return PackWork(a_token * config.token_budget, step)
 
 

@@ -40,7 +40,7 @@ def config(*overrides: str) -> Config:
 @pytest.fixture
 def inputs(target_dir: Callable[[str], Path]) -> Any:
     facts = read_facts(str(target_dir("llama")), taps=(1, 2), device_type="cuda")
-    return SimpleNamespace(facts=facts, shape=SHAPE, token_ids=None)
+    return SimpleNamespace(facts=facts, shape=SHAPE, token_ids=None, heldout=())
 
 
 def gpu(*indices: int) -> tuple[torch.device, ...]:

@@ -47,7 +47,9 @@ def inputs(target_dir: Callable[[str], Path]) -> Any:
     facts = read_facts(str(target_dir("llama")), taps=(1, 2))
     shape = DrafterShape(facts.hidden_size, 32, 1, 4, 2, 8, 2, 4, 3)
     samples = build_samples((60, 30, 70))
-    return SimpleNamespace(facts=facts, shape=shape, token_ids=None, tokens=160, samples=samples)
+    return SimpleNamespace(
+        facts=facts, shape=shape, token_ids=None, tokens=160, samples=samples, heldout=()
+    )
 
 
 def gpus(targets: int, drafters: int) -> Placement:
