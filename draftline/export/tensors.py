@@ -35,19 +35,19 @@ def export_tensors(
     tensors = fold_embedding_scale(tensors, folded)
     if token_ids is not None:
         tensors["lm_head.weight"] = head[token_ids.to(head.device)].detach().float().cpu()
-    exact = tensors
+    exact, named = tensors, str(dtype).removeprefix("torch.")
     tensors = {name: value.to(dtype).contiguous() for name, value in exact.items()}
     for name, value in tensors.items():
         if not bool(torch.isfinite(value).all()):
             raise ParityError(
-                f"tensor {name} is not finite in {dtype}: the training diverged, or the folded feature "
+                f"tensor {name} is not finite in {named}: the training diverged, or the folded feature "
                 "scale is too large for float16; export bfloat16 or float32"
             )
         lost = float((value.float() - exact[name]).norm())
         if lost > _WORST_ROUNDING * float(exact[name].norm()):
             raise ParityError(
                 f"tensor {name} loses {100 * lost / float(exact[name].norm()):.1f} % of its norm in "
-                f"{dtype}: its numbers are below what the type can tell apart, as happens when a large "
+                f"{named}: its numbers are below what the type can tell apart, as happens when a large "
                 "scale is folded; export bfloat16 or float32"
             )
     if token_ids is not None:
