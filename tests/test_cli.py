@@ -96,7 +96,13 @@ def test_train_evaluate_and_export(run: Run, config: Path, tmp_path: Path) -> No
         "config.json",
         "model.safetensors",
     ]
+    assert f'"model": "{tmp_path / "out"}", "num_speculative_tokens": 3' in out
+    assert "--speculative-num-draft-tokens 4" in out
+    assert "at most 256 positions" in out
     assert run("export", tmp_path / "run", tmp_path / "out")[0] == 2
+    err = run("export", tmp_path / "run", tmp_path / "new", "--engine", "vlm")[2]
+    assert "--engine=vlm is not one of auto, vllm, sglang, dflash" in err
+    assert not (tmp_path / "new").exists()
 
 
 def test_rejected_rows_are_counted_and_listed(run: Run, config: Path, tmp_path: Path) -> None:

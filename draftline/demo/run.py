@@ -15,6 +15,7 @@ from draftline.config_file import load_config
 from draftline.decode.chain import DraftModel
 from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts
 from draftline.demo import demo_config
+from draftline.export.serving import serving
 from draftline.export.zlab import export_zlab
 from draftline.model.drafter import Drafter
 from draftline.model.target import Target
@@ -47,7 +48,11 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     drafter = restored.drafter(target.device, target.dtype)
     log.info("evaluating the trained drafter")
     after = _evaluate(config, inputs, target, drafter, plain)
-    exported = export_zlab(drafter, target, target.taps, inputs.token_ids, out, overwrite=True)
+    exported = export_zlab(
+        drafter, target, target.taps, inputs.token_ids, out, overwrite=True, choices=choices
+    )
+    for line in serving(exported, target, config.target):
+        log.info("%s", line)
     table = Table(title="draftline demo", show_header=False)
     for name, value in (
         ("target", f"{config.target.path} on {target.device}"),

@@ -1,7 +1,7 @@
 """Export to the z-lab layout, which vLLM, SGLang and the `dflash` package load.
 
 A directory with `config.json` and `model.safetensors`: Qwen3 fields with the DFlash fields beside
-them, bare tensor names, no embedding and no head.
+them, bare tensor names, no embedding, and a head only where the drafter has a vocabulary of its own.
 """
 
 from __future__ import annotations
@@ -16,24 +16,41 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftline.choices import Choices
 from draftline.errors import ConfigError, ParityError
+from draftline.export.engines import choose_folding
+from draftline.export.tensors import export_tensors
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
 from draftline.runlog import write_atomic
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_POSITIONS = 40960
 
 
 def build_config(
-    shape: DrafterShape, target: Target, taps: tuple[int, ...], dtype: str, draft_vocab: int | None
+    shape: DrafterShape,
+    target: Target,
+    taps: tuple[int, ...],
+    dtype: str,
+    draft_vocab: int | None,
+    *,
+    folded: bool = False,
+    choices: Choices | None = None,
 ) -> dict[str, Any]:
     """`config.json` of the exported drafter.
+
+    `folded`: the embedding scale is in the tensors (see `fold_embedding_scale`), so no key
+    multiplies the embeddings, and eps is divided by its square. The logit multiplier is written
+    twice: vLLM reads `logit_scale`, the other readers `output_multiplier`.
 
     RoPE is the drafter's own (plain, whole head); nothing of the target's scaling, partial rotation
     or M-RoPE is written. `is_causal` is left out: readers take sliding layers as causal and full
     layers as bidirectional, as they were trained. The window is written only where it is used.
     """
     text = target.text_config
+    choices = choices or Choices()
+    eps = shape.rms_norm_eps
     sliding = shape.sliding_window if shape.sliding_layers else None
     dflash: dict[str, Any] = {
         "block_size": shape.block_size,
@@ -41,7 +58,10 @@ def build_config(
         "target_layer_ids": list(taps),
         "num_target_layers": target.num_layers,
     }
-    if target.embed_scale != 1.0:
+    if folded:
+        eps /= target.embed_scale**2
+        dflash["embedding_scale_folded"] = target.embed_scale
+    elif target.embed_scale != 1.0:
         dflash["input_embedding_scale"] = target.embed_scale
     if target.head.multiplier != 1.0:
         dflash["output_multiplier"] = target.head.multiplier
@@ -58,17 +78,17 @@ def build_config(
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
+        "rms_norm_eps": eps,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "max_position_embeddings": int(getattr(text, "max_position_embeddings", 40960)),
+        "max_position_embeddings": _positions(text, choices),
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
         "layer_types": shape.layer_types,
         "sliding_window": sliding,
         "use_sliding_window": sliding is not None,
         "max_window_layers": shape.num_layers,
-        "vocab_size": target.vocab_size,
+        "vocab_size": _vocab_size(target, choices),
         "tie_word_embeddings": False,
         "bos_token_id": getattr(text, "bos_token_id", None),
         "eos_token_id": getattr(text, "eos_token_id", None),
@@ -78,28 +98,9 @@ def build_config(
     }
     if draft_vocab is not None:
         config["draft_vocab_size"] = draft_vocab
+    if target.head.multiplier != 1.0:
+        config["logit_scale"] = target.head.multiplier
     return config
-
-
-def export_tensors(drafter: Drafter, token_ids: Tensor | None, dtype: str) -> dict[str, Tensor]:
-    """The checkpoint's tensors: bare names, the feature scale folded into `fc.weight`.
-
-    With a draft vocabulary also `d2t [draft_vocab]` int64, target id minus draft id. Raises
-    ParityError where a weight is not finite in `dtype`.
-    """
-    tensors = {name: value.detach().float().cpu() for name, value in drafter.state_dict().items()}
-    tensors["fc.weight"] = tensors["fc.weight"] * drafter.feature_scale.float().cpu()
-    tensors = {name: value.to(_DTYPES[dtype]).contiguous() for name, value in tensors.items()}
-    for name, value in tensors.items():
-        if not bool(torch.isfinite(value).all()):
-            raise ParityError(
-                f"tensor {name} is not finite in {dtype}: the training diverged, or the folded feature "
-                "scale is too large for float16; export bfloat16 or float32"
-            )
-    if token_ids is not None:
-        ids = token_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-    return tensors
 
 
 def check_export(out: Path, dtype: str, overwrite: bool) -> None:
@@ -118,12 +119,16 @@ def export_zlab(
     out: Path,
     *,
     dtype: str = "bfloat16",
+    engine: str = "auto",
     overwrite: bool = False,
+    choices: Choices | None = None,
 ) -> Path:
-    """Writes the directory `out` and reads it back strictly; returns it.
+    """Writes the directory `out` for `engine` (see `choose_folding`) and reads it back strictly;
+    returns it.
 
-    Raises ConfigError when `out` exists and is not to be overwritten or is no export, or cannot be
-    written; ParityError when what was read back is not what was exported.
+    Raises ConfigError when `engine` cannot serve the target, when `out` exists and is not to be
+    overwritten or is no export, or cannot be written; ParityError when what was read back is not
+    what was exported.
     """
     check_export(out, dtype, overwrite)
     if out.exists() and not _is_export(out):
@@ -131,10 +136,19 @@ def export_zlab(
             f"{out} is not an exported drafter and nothing else, so --overwrite leaves it "
             "alone; choose another directory"
         )
+    choices = choices or Choices()
+    folded = choose_folding(engine, target.architecture, target.embed_scale, choices)
     config = build_config(
-        drafter.shape, target, taps, dtype, None if token_ids is None else len(token_ids)
+        drafter.shape,
+        target,
+        taps,
+        dtype,
+        None if token_ids is None else len(token_ids),
+        folded=folded,
+        choices=choices,
     )
-    tensors = export_tensors(drafter, token_ids, dtype)
+    scale = target.embed_scale if folded else 1.0
+    tensors = export_tensors(drafter, target.head.weight, token_ids, _DTYPES[dtype], scale)
     scratch = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -159,7 +173,8 @@ def export_zlab(
 def load_zlab(path: Path) -> tuple[Drafter, tuple[int, ...], Tensor | None]:
     """Drafter (float32), taps and draft-vocabulary ids of an exported directory.
 
-    Every tensor must be there with its shape, and no other. Raises ConfigError or ParityError.
+    Every tensor must be there with its shape, and no other. A drafter with a folded embedding scale
+    takes bare embedding rows. Raises ConfigError or ParityError.
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -186,14 +201,57 @@ def load_zlab(path: Path) -> tuple[Drafter, tuple[int, ...], Tensor | None]:
             )
     except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{path} is not a drafter in the z-lab layout: {error}") from None
-    offsets = tensors.pop("d2t", None)
+    offsets, head = tensors.pop("d2t", None), tensors.pop("lm_head.weight", None)
     drafter = Drafter(shape)
+    _check_draft_head(path, config, offsets, head)
     try:
         drafter.load_state_dict({k: v.float() for k, v in tensors.items()}, strict=True)
     except RuntimeError as error:
         raise ParityError(f"{path}: {error}") from None
     token_ids = None if offsets is None else offsets + torch.arange(len(offsets))
     return drafter.requires_grad_(False), tuple(dflash["target_layer_ids"]), token_ids
+
+
+def _check_draft_head(
+    path: Path, config: dict[str, Any], offsets: Tensor | None, head: Tensor | None
+) -> None:
+    size = config.get("draft_vocab_size")
+    needed = None if size is None else ((size,), (size, config["hidden_size"]))
+    seen = tuple(None if t is None else tuple(t.shape) for t in (offsets, head))
+    if seen != (needed or (None, None)):
+        raise ParityError(
+            f"{path}: d2t and lm_head.weight have the shapes {seen[0]} and {seen[1]}, and "
+            f"draft_vocab_size={size} needs {needed or 'neither'}; export the drafter again (an "
+            "earlier draftline wrote no lm_head.weight, without which vLLM drafts with wrong rows)"
+        )
+
+
+def _positions(text: Any, choices: Choices) -> int:
+    """The drafter itself has no limit; vLLM makes its rotation table this long."""
+    own = getattr(text, "max_position_embeddings", None)
+    if own is not None:
+        return int(own)
+    choices.record(
+        "export.max_position_embeddings",
+        wanted="the target's",
+        got=str(_POSITIONS),
+        reason="the target's configuration names none; serve no longer requests than that",
+        fallback=True,
+    )
+    return _POSITIONS
+
+
+def _vocab_size(target: Target, choices: Choices) -> int:
+    """What the target's config.json says: servers compare the two and stop."""
+    named = int(getattr(target.text_config, "vocab_size", target.vocab_size))
+    if named != target.vocab_size:
+        choices.record(
+            "export.vocab_size",
+            wanted=f"{target.vocab_size} rows of the head",
+            got=str(named),
+            reason="the target's config.json says so, and servers compare it",
+        )
+    return named
 
 
 def _is_export(path: Path) -> bool:

@@ -137,6 +137,12 @@ class Target:
         )
         return output.last_hidden_state, self._take_taps()
 
+    @property
+    def architecture(self) -> str:
+        """The model class that the target's config.json names, by which engines choose theirs."""
+        named = getattr(self._model.config, "architectures", None) or [type(self._model).__name__]
+        return str(named[0])
+
     def check_decodable(self, slots: int) -> None:
         """Raises TargetError when the cached forward cannot serve contexts of `slots` tokens."""
         kinds = set(getattr(self.text_config, "layer_types", None) or ())

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.errors import ConfigError, ParityError
 from draftline.export import zlab
-from draftline.export.zlab import build_config, export_tensors, export_zlab, load_zlab
+from draftline.export.tensors import export_tensors
+from draftline.export.zlab import build_config, export_zlab, load_zlab
 from draftline.model.drafter import Drafter
 from draftline.model.head import Head
 from draftline.model.kv_cache import StaticKV
@@ -76,7 +77,7 @@ def test_what_is_read_back_computes_the_same(
 
 def test_names_are_those_of_the_layout(target: Target) -> None:
     drafter = build_drafter(build_shape(target, num_layers=1))
-    tensors = export_tensors(drafter, None, "bfloat16")
+    tensors = export_tensors(drafter, target.head.weight, None, torch.bfloat16)
     attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
     norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
     norms += ["input_layernorm.weight", "post_attention_layernorm.weight"]
@@ -96,7 +97,9 @@ def test_a_sub_vocabulary_is_exported_as_offsets(target: Target, tmp_path: Path)
     ids = torch.tensor([0, 3, 4, 17, 63])
     drafter = build_drafter(build_shape(target))
     out = export(target, drafter, tmp_path / "out", token_ids=ids)
-    offsets = load_file(out / "model.safetensors")["d2t"]
+    tensors = load_file(out / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], target.head.weight[ids])
+    offsets = tensors["d2t"]
     assert offsets.dtype == torch.int64
     assert offsets.tolist() == [0, 2, 2, 14, 59]
     config = json.loads((out / "config.json").read_text())
@@ -347,7 +350,8 @@ def test_head_transforms_are_read_by_dflash(target: Target, tmp_path: Path, dfla
     unusual.embed_scale = 5.5
     unusual.head = Head(unusual.head.weight, multiplier=0.25, softcap=2.0)
     theirs = load_theirs(
-        dflash, export(unusual, build_drafter(build_shape(target)), tmp_path / "out")
+        dflash,
+        export(unusual, build_drafter(build_shape(target)), tmp_path / "out", engine="dflash"),
     )
     head = nn.Linear(target.hidden_size, target.vocab_size, bias=False)
     head.weight = nn.Parameter(unusual.head.weight)
