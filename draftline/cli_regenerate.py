@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,7 @@ def regenerate_command(
     choices = Choices()
     with AnswerFile(out, files) as answers, Progress() as progress, _own_words():
         progress.stage(f"reading {', '.join(map(str, files))}")
+        sampling = _sampling(target, temperature, top_p, top_k, seed, target_sampling)
         reading = read_conversations(files, need_answer=False)
         for reason, count in reading.counts().items():
             typer.echo(f"left out {count} rows: {reason}", err=True)
@@ -101,7 +103,6 @@ def regenerate_command(
         from draftline.model.target import load_target
         from draftline.runtime.devices import pick_device
 
-        sampling = _sampling(target, temperature, top_p, top_k, seed, target_sampling)
         request = Request(target, arguments, sampling, max_new_tokens)
         answers.check_generator(request.facts)
         loaded = load_target(
@@ -147,7 +148,8 @@ def _template(given: Sequence[str]) -> dict[str, Any]:
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--template {item}: the value is not YAML: {error}") from None
+            what = " ".join(str(error).split())
+            raise ConfigError(f"--template {item}: the value is not YAML: {what}") from None
         # A date is recorded as text, so it is given to the template as that text.
         arguments[key] = value.isoformat() if isinstance(value, datetime.date) else value
     return arguments
@@ -189,7 +191,7 @@ def _sampling(
 
 def _say_unread(arguments: dict[str, Any], chat_template: Any) -> None:
     for key in arguments:
-        if key not in str(chat_template):
+        if not re.search(rf"\b{key}\b", str(chat_template)):
             typer.echo(f"--template {key}: the target's chat template does not read it", err=True)
 
 

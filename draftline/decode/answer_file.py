@@ -45,9 +45,11 @@ class AnswerFile:
         self._inputs = inputs
         self._file: BinaryIO | None = None
         self._rows: dict[str, _Row] = {}
+        self._made = False
 
     def __enter__(self) -> AnswerFile:
         _check_place(self.path, self._inputs)
+        self._made = not self.path.exists()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b")
@@ -69,6 +71,8 @@ class AnswerFile:
 
     def __exit__(self, *_: object) -> None:
         assert self._file is not None, "entered"
+        if self._made and not os.fstat(self._file.fileno()).st_size:
+            self.path.resolve().unlink(missing_ok=True)  # nothing came of this call
         self._file.close()
 
     def __len__(self) -> int:
@@ -132,8 +136,10 @@ class AnswerFile:
         assert self._file is not None, "opened"
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "removed by the call that made it")
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
                 raise DataError(
                     f"--out {self.path} is being written by another call of draftline regenerate; "
                     "wait for it to end, or name another file"

@@ -209,6 +209,20 @@ def test_the_same_id_with_another_question_is_refused(tmp_path: Path) -> None:
             file.check_questions([talk("another")])
 
 
+def test_a_call_that_wrote_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "link").symlink_to(out)
+    for path in (out, tmp_path / "link"):
+        with AnswerFile(path):
+            assert out.exists()
+        assert not out.exists()
+    assert (tmp_path / "link").is_symlink()
+    out.touch()
+    with AnswerFile(out):
+        pass
+    assert out.exists(), "what was there before stays"
+
+
 def test_the_date_of_the_rows_is_known(tmp_path: Path) -> None:
     with AnswerFile(tmp_path / "out.jsonl") as file:
         assert file.date is None
