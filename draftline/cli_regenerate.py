@@ -86,6 +86,7 @@ def regenerate_command(
     from draftline.data.conversations import read_conversations
     from draftline.decode.answer_file import AnswerFile
     from draftline.decode.progress import Progress
+    from draftline.decode.request import Request
 
     files, out = [file.expanduser() for file in files], out.expanduser()
     arguments = _template(template or [])
@@ -99,7 +100,7 @@ def regenerate_command(
         progress.stage(f"loading {target}")
 
         # These bring torch with them, which takes seconds.
-        from draftline.decode.regenerate import Request, regenerate
+        from draftline.decode.regenerate import regenerate
         from draftline.model.target import load_target
         from draftline.runtime.devices import pick_device
 

@@ -13,18 +13,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draftline.choices import Choices
 from draftline.data.conversations import Conversation
 from draftline.data.dates import pinned, writes_date
-from draftline.data.generated import normal_arguments, template_sha256
+from draftline.data.generated import template_sha256
 from draftline.decode.answer_file import AnswerFile
 from draftline.decode.chain import ChainDecoder
 from draftline.decode.dialogue import Dialogue
 from draftline.decode.progress import Progress
-from draftline.decode.sampling import Sampling
+from draftline.decode.request import Request
 from draftline.errors import DataError
 from draftline.model.target import Target
 
@@ -37,25 +37,6 @@ _PROMPT_SLOTS = (64, 128, 256, 512, 1024, 2048, 4096)
 _BATCHES_AT_ONCE = 32
 
 Waiting = tuple[Dialogue, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """How the target is asked: its path as given, the template's arguments, and the sampling."""
-
-    target: str
-    template: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Sampling = field(default_factory=Sampling)
-    max_new_tokens: int = 512
-
-    def facts(self, conversation: str) -> dict[str, Any]:
-        """What the row of `conversation` records of it."""
-        return {
-            "target": self.target,
-            "template": normal_arguments(self.template),
-            **self.sampling.facts(conversation),
-            "max_new_tokens": self.max_new_tokens,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +73,9 @@ def regenerate(
     already holds are skipped, and the others get the answers of a call that nothing interrupted.
     Raises DataError when `out` was made in another way or there is nothing to write.
     """
-    date = _date(target.tokenizer, request.template, out, choices or Choices())
+    choices = choices or Choices()
+    most_prompt = _room(target, request.max_new_tokens, max_prompt_tokens, choices)
+    date = _date(target.tokenizer, request.template, out, choices)
     template = {**request.template} if date is None else pinned(request.template, date)
     fixed = {
         "vocab_size": target.vocab_size,
@@ -105,7 +88,7 @@ def regenerate(
 
     out.check_generator(generator)
     out.check_questions(conversations)
-    work = _Work(target, out, request, template, generator, max_prompt_tokens, batch_size, progress)
+    work = _Work(target, out, request, template, generator, most_prompt, batch_size, progress)
     at_once = batch_size * _BATCHES_AT_ONCE
     parts = [conversations[i : i + at_once] for i in range(0, len(conversations), at_once)]
     if progress is not None:
@@ -267,6 +250,21 @@ class _Work:
         self.dropped.update(d.dropped for d in ended if d.dropped is not None)
         if self._progress is not None and ended:
             self._progress.settled(rows=len(ended), lost=lost)
+
+
+def _room(target: Target, new: int, prompt: int, choices: Choices) -> int:
+    """The longest prompt that leaves room for `new` tokens among the target's positions."""
+    positions = getattr(target.text_config, "max_position_embeddings", None) or prompt + new
+    if positions <= new:
+        raise DataError(
+            f"max_new_tokens={new} leaves no room for a prompt: the target has {positions} positions; "
+            "lower it"
+        )
+    if positions - new < prompt:
+        reason = f"the target has {positions} positions, and {new} are for new tokens"
+        got = str(positions - new)
+        choices.record("max_prompt_tokens", wanted=str(prompt), got=got, reason=reason)
+    return min(prompt, positions - new)
 
 
 def _date(

@@ -12,12 +12,14 @@ import pytest
 import torch
 from jinja2 import TemplateError
 
+from draftline.choices import Choices
 from draftline.data.conversations import Conversation, Message, read_conversations
 from draftline.data.generated import template_sha256
 from draftline.decode.answer_file import AnswerFile
 from draftline.decode.dialogue import Dialogue
 from draftline.decode.progress import Progress
-from draftline.decode.regenerate import Regenerated, Request, regenerate
+from draftline.decode.regenerate import Regenerated, regenerate
+from draftline.decode.request import Request
 from draftline.decode.sampling import Sampling
 from draftline.errors import DataError
 from draftline.model.target import Target
@@ -199,8 +201,8 @@ def test_a_second_call_goes_on_where_the_first_ended(
         Dies(patch, after)
         with pytest.raises(KeyboardInterrupt):
             run(target, part, **settings)
-    kept = part.read_text()
-    assert len(rows(part)) < len(rows(whole))
+    kept = part.read_text() if part.exists() else ""
+    assert len(kept.splitlines()) < len(rows(whole))
     done = run(target, part, **settings)
     assert part.read_text().startswith(kept)
     assert rows(part) == rows(whole)
@@ -277,6 +279,19 @@ def test_a_long_prompt_ends_the_dialogue_before_it(target: Target, tmp_path: Pat
         "stop",
     )
     assert (done.written, done.dropped, done.cut) == (1, {"prompt too long": 2}, 0)
+
+
+def test_answers_stay_inside_the_targets_positions(target: Target, tmp_path: Path) -> None:
+    """The tiny target has 512: more would be asked of positions that it never saw."""
+    fits, over = conversation("fits", "u:" + "A" * 20), conversation("over", "u:" + "A" * 21)
+    choices = Choices()
+    settings = {"conversations": [fits, over], "max_new_tokens": 512 - 24, "choices": choices}
+    done = run(target, tmp_path / "out.jsonl", **settings)
+    assert rows(tmp_path / "out.jsonl").keys() == {"fits"}
+    assert done.dropped == {"prompt too long": 1}
+    assert [(c.what, c.got) for c in choices.entries] == [("max_prompt_tokens", "24")]
+    with pytest.raises(DataError, match=r"max_new_tokens=512 leaves no room.*512 positions"):
+        run(target, tmp_path / "none.jsonl", max_new_tokens=512)
 
 
 def test_a_prompt_that_the_template_refuses_is_left_out(
