@@ -17,6 +17,7 @@ from draftline.cli_bench import bench_app
 from draftline.cli_export import export_command
 from draftline.cli_options import ConfigFile, Overrides
 from draftline.cli_plan import plan_command
+from draftline.cli_regenerate import regenerate_command
 from draftline.cli_signal import (
     WatchCommand,
     diagnose_command,
@@ -38,6 +39,7 @@ app.add_typer(bench_app, name="bench")
 
 app.command("plan")(plan_command)
 app.command("export")(export_command)
+app.command("regenerate")(regenerate_command)
 app.command("diagnose")(diagnose_command)
 app.command("watch", cls=WatchCommand)(watch_command)
 app.command("diff")(diff_command)
@@ -117,60 +119,6 @@ def config_schema(
         return
     for key in describe_keys():
         print(f"{key.name}  ({key.type}, default {key.default})\n    {key.meaning}")
-
-
-@app.command()
-def regenerate(
-    files: Annotated[list[Path], typer.Argument(help="Conversation files with the prompts.")],
-    out: Annotated[Path, typer.Option(help="JSONL to write.")],
-    target: Annotated[str, typer.Option(help="Target, as target.path.")] = "builtin:smollm2",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longer answers are cut and marked finish_reason=length.")
-    ] = 512,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Longer prompts are left out and counted.")
-    ] = 1024,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 8,
-    limit: Annotated[int | None, typer.Option(min=1, help="First conversations only.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
-) -> None:
-    """Replace every answer by the target's own, which is what a drafter must be trained on.
-
-    Rows that OUT already holds are kept as they are and skipped, so an interrupted call continues.
-    """
-    from draftline.choices import Choices
-    from draftline.data.conversations import read_conversations
-    from draftline.decode.regenerate import regenerate as run
-    from draftline.model.target import load_target
-    from draftline.runtime.devices import pick_device
-
-    if any(file.exists() and out.exists() and file.samefile(out) for file in files):
-        raise ConfigError(f"--out {out} is one of the files with the prompts; name another file")
-    choices = Choices()
-    reading = read_conversations(files, need_answer=False)
-    for reason, count in reading.counts().items():
-        print(f"left out {count} rows: {reason}", file=sys.stderr)
-    loaded = load_target(
-        target, device=pick_device(device, choices), dtype=dtype, num_taps=1, choices=choices
-    )
-    done = run(
-        reading.conversations[:limit],
-        loaded,
-        out,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        temperature=temperature,
-        batch_size=batch_size,
-        seed=seed,
-        progress=lambda n, total: print(f"answered {n} of {total}", file=sys.stderr),
-    )
-    print(
-        f"{out}: {done.written} conversations, {done.new_tokens} new tokens; "
-        f"{done.cut} cut at {max_new_tokens} tokens, {done.too_long} dropped or shortened"
-    )
 
 
 @app.command()

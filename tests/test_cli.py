@@ -224,24 +224,6 @@ def test_config_commands(run: Run, config: Path) -> None:
     assert run("config", "check", "nowhere.yaml")[0] == 2
 
 
-def test_regenerate(run: Run, tmp_path: Path, target_dir: Callable[[str], Path]) -> None:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text("".join(json.dumps(talk(n)) + "\n" for n in range(3)))
-    target = ["--target", target_dir("llama"), "--max-new-tokens", 5]
-    code, text, err = run("regenerate", prompts, "--out", out, *target)
-    assert code == 0, err
-    rows = [json.loads(x) for x in out.read_text().splitlines()]
-    assert f"{len(rows)} conversations" in text
-    assert all(r["finish_reason"] in ("stop", "length") for r in rows)
-    before = out.read_text()
-    assert run("regenerate", prompts, "--out", out, *target)[0] == 0
-    assert out.read_text() == before
-    code, _, err = run("regenerate", out, "--out", out, *target)
-    assert code == 2
-    assert "one of the files with the prompts" in err
-    assert out.read_text() == before
-
-
 def test_prompts_that_cannot_be_used_are_said(run: Run, config: Path, tmp_path: Path) -> None:
     assert run("train", config)[0] == 0
     prompts = tmp_path / "prompts.jsonl"

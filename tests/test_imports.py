@@ -35,13 +35,14 @@ ALLOWED: dict[str, set[str]] = {
     "demo.run": _GROUND | _ROOMS | {"train", "decode", "export"},
     "cli_options": set(),
     "cli_plan": _GROUND | _ROOMS | {"train", "cli_options"},
+    "cli_regenerate": _GROUND | _ROOMS | {"decode"},
     "cli_bench": _GROUND | _ROOMS | {"train", "cli_options"},
     "cli_export": _GROUND | _ROOMS | {"train", "export"},
     "cli_signal": {"errors", "signal", "cli_options"},
     "cli": _GROUND
     | _ROOMS
     | {"train", "decode", "export", "demo.run", ""}
-    | {"cli_options", "cli_plan", "cli_bench", "cli_export", "cli_signal"},
+    | {"cli_options", "cli_plan", "cli_bench", "cli_regenerate", "cli_export", "cli_signal"},
     "__main__": {"cli"},
     "": set(),
 }

@@ -9,13 +9,19 @@ Without a drafter the same loop decodes plainly, one token a target call.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftline.decode.verify import Verdict, accept_greedy, accept_sampled, draw
+from draftline.decode.verify import (
+    Verdict,
+    accept_greedy,
+    accept_sampled,
+    draw,
+    probabilities,
+)
 from draftline.errors import DataError
 from draftline.model.drafter import Drafter
 from draftline.model.kv_cache import StaticKV
@@ -78,19 +84,24 @@ class ChainDecoder:
         rows: int,
         slots: int,
         temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
         seed: int = 0,
         block_size: int | None = None,
         width: int = 1,
     ) -> None:
         """`slots`: positions a row can hold (longest prompt + new tokens + the larger of block and
         width). `width`: a target call computes at least so many tokens a row; with the block size of
-        another decoder, both run the same kernels and agree to the last bit."""
+        another decoder, both run the same kernels and agree to the last bit. `top_p` and `top_k`
+        truncate the distribution that is sampled from (see `probabilities`).
+        """
         target.check_decodable(slots)
         self.target = target
         self.draft = draft
         # Whole windows: kernels want aligned rows of keys.
         slots = -(-slots // _WINDOW) * _WINDOW
         self.rows, self.slots, self.temperature = rows, slots, temperature
+        self._top_p, self._top_k = top_p, top_k
         trained = draft.drafter.shape.block_size if draft is not None else 1
         self.block = min(block_size or trained, trained)
         self.width = max(self.block, width)
@@ -130,8 +141,19 @@ class ChainDecoder:
         self._rounds.clear()
 
     @torch.no_grad()
-    def decode(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Decoded:
-        """Decodes up to `rows` prompts; raises DataError when one does not fit the buffers."""
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int | None = None,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> Decoded:
+        """Decodes up to `rows` prompts; raises DataError when one does not fit the buffers.
+
+        `seed` starts the noise anew, so that it does not depend on what was decoded before.
+        `progress` gets the number of new tokens at every look at the rows, the first one included.
+        """
         if not 0 < len(prompts) <= self.rows:
             raise DataError(f"{len(prompts)} prompts for a decoder of {self.rows} rows")
         longest = max(len(p) for p in prompts)
@@ -148,17 +170,23 @@ class ChainDecoder:
             self._prefill(prompts, longest, max_new_tokens)  # allocates the caches
             for window in windows:  # advances the rows, so the real prefill starts them anew
                 self._replayed(window).warm()
+        if seed is not None:
+            self._generator.manual_seed(seed)
         began = time.perf_counter()
         lengths = self._prefill(prompts, longest, max_new_tokens)
         synchronize(self.device)
         middle = time.perf_counter()
         reached = longest
+        # Of a row: its prompt, the token of the prefill, and what the rounds committed.
+        known = sum(lengths) - len(lengths)
         done = False
         while not done:
             replayed = self._replayed(self._window_for(reached, looks))
             for _ in range(looks):
                 replayed()
-            reached = int(self._start.max())
+            starts = self._start.tolist()
+            reached = max(starts)
+            progress(sum(starts[: len(lengths)]) - known)
             done = bool(self._done.all())
         ended = time.perf_counter()
         ends = (self._start + 1).tolist()
@@ -264,7 +292,7 @@ class ChainDecoder:
         logits = self._draft_head.logits(hidden[:, 1:])
         if self.temperature == 0:
             return self._target_ids(draft, logits.argmax(-1)), None
-        probs = torch.softmax(logits / self.temperature, dim=-1)
+        probs = self._probabilities(logits)
         chosen = draw(probs, self._generator)
         if draft.token_ids is not None:
             whole = probs.new_zeros(*probs.shape[:2], self.target.vocab_size)
@@ -278,15 +306,17 @@ class ChainDecoder:
     def _choose(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:
             return logits.argmax(-1)
-        return draw(torch.softmax(logits / self.temperature, dim=-1), self._generator)
+        return draw(self._probabilities(logits), self._generator)
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return probabilities(logits, self.temperature, self._top_p, self._top_k)
 
     def _verify(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
         if drafts.shape[1] == 0:
             return Verdict(torch.zeros_like(self._start), self._choose(logits[:, 0]))
         if draft_probs is None:
             return accept_greedy(drafts, logits)
-        probs = torch.softmax(logits / self.temperature, dim=-1)
-        return accept_sampled(drafts, draft_probs, probs, self._generator)
+        return accept_sampled(drafts, draft_probs, self._probabilities(logits), self._generator)
 
     def _commit(self, verdict: Verdict, drafts: Tensor, features: Tensor) -> None:
         accepted = verdict.accepted[:, None]

@@ -1,22 +1,30 @@
 """Answers of conversations replaced by the target's own.
 
-A drafter imitates the target, so it must be trained on what the target says, not on what the data set
-says. Every assistant turn is generated anew in order, each with the new earlier turns as its history.
+A drafter imitates the target, so it must be trained on what the target says, not on what the data
+set says. Every answer is generated anew in order, each with the new earlier ones as its history, and
+kept as the ids that the target was given and gave: text that is rendered again can come out as other
+ids, or without the thinking.
 """
 
 from __future__ import annotations
 
-import json
+import datetime
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
+from draftline.choices import Choices
 from draftline.data.conversations import Conversation
+from draftline.data.dates import pinned, writes_date
+from draftline.data.generated import template_sha256
+from draftline.decode.answer_file import AnswerFile
 from draftline.decode.chain import ChainDecoder
+from draftline.decode.dialogue import Dialogue
+from draftline.decode.progress import Progress
+from draftline.decode.request import Request
 from draftline.errors import DataError
 from draftline.model.target import Target
 
@@ -24,208 +32,254 @@ log = logging.getLogger(__name__)
 
 # Buffers are sized for a few prompt lengths, so that short prompts do not pay for long ones.
 _PROMPT_SLOTS = (64, 128, 256, 512, 1024, 2048, 4096)
+# Conversations are taken this many batches at a time through all their turns: a row is written when
+# its last answer is there, and an interrupted call loses no more than these.
+_BATCHES_AT_ONCE = 32
 
-
-@dataclass(slots=True)
-class _Dialogue:
-    id: str
-    remaining: list[Mapping[str, str]]
-    done: list[dict[str, str]] = field(default_factory=list)
-    finish_reason: str = "stop"
-    dropped: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.finish_reason == "length" or not any(
-            turn["role"] == "user" for turn in self.remaining
-        )
-
-    def drop(self, reason: str) -> None:
-        """Ends here, with its last answer; what was asked after that stays unanswered."""
-        self.dropped = reason
-        self.remaining.clear()
-        while self.done and self.done[-1]["role"] != "assistant":
-            self.done.pop()
-
-    def next_prompt(self) -> bool:
-        """Moves turns up to the next user turn into the history; False when none is left."""
-        while self.remaining:
-            turn = dict(self.remaining.pop(0))
-            if turn["role"] == "assistant":
-                continue
-            self.done.append(turn)
-            if turn["role"] == "user" and (
-                not self.remaining or self.remaining[0]["role"] == "assistant"
-            ):
-                return True
-        return False
+Waiting = tuple[Dialogue, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Regenerated:
-    """Counts of one regeneration; the conversations themselves are in the file."""
+    """Counts of one regeneration; the conversations themselves are in the file.
+
+    `cut` rows end with an answer of max_new_tokens tokens; `dropped` dialogues ended before their
+    last turn, some of them without a row, by reason.
+    """
 
     written: int
     cut: int
-    too_long: int
+    dropped: Mapping[str, int]
     new_tokens: int
 
 
 def regenerate(
     conversations: Sequence[Conversation],
     target: Target,
-    out: Path,
+    out: AnswerFile,
+    request: Request,
     *,
-    max_new_tokens: int,
     max_prompt_tokens: int,
-    temperature: float,
     batch_size: int,
-    seed: int,
-    template: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    choices: Choices | None = None,
+    progress: Progress | None = None,
 ) -> Regenerated:
-    """Writes `{"id", "messages", "finish_reason"}` lines to `out` and returns the counts.
+    """Appends a row a conversation to `out` (see docs/data.md) and returns the counts.
 
-    `finish_reason` is "length" where the last answer was cut at `max_new_tokens`; such an answer is
-    never continued, so its dialogue ends there. Prompts over `max_prompt_tokens` end a dialogue as
-    well and are counted. A row is written as soon as its dialogue ends, so an interrupted call loses
-    little: called again, it skips the ids that `out` already holds. Raises DataError when there is
-    nothing to write.
+    `generated` has the ids of every answer with the token that stopped it, `generator` how the target
+    was asked. An answer that is cut at max_new_tokens is never continued, so its dialogue ends there.
+    Prompts over `max_prompt_tokens`, refused by the template or answered with nothing end a dialogue
+    as well and are counted. A row is written as soon as its dialogue ends; conversations that `out`
+    already holds are skipped, and the others get the answers of a call that nothing interrupted.
+    Raises DataError when `out` was made in another way or there is nothing to write.
     """
-    present = _ids_in(out)
-    dialogues = [
-        _Dialogue(c.id, [{"role": m.role, "content": m.content} for m in c.messages])
-        for c in conversations
-        if c.id not in present
-    ]
-    tokenizer = target.tokenizer
-    active = dialogues
-    new_tokens = 0
-    opened = 0  # every decoder draws its own noise
-    written = 0
-    if present:
-        log.info(
-            "%s already holds %d conversations, which are kept; move it away to start anew",
-            out,
-            len(present),
+    choices = choices or Choices()
+    most_prompt = _room(target, request.max_new_tokens, max_prompt_tokens, choices)
+    date = _date(target.tokenizer, request.template, out, choices)
+    template = {**request.template} if date is None else pinned(request.template, date)
+    fixed = {
+        "vocab_size": target.vocab_size,
+        "template_sha256": template_sha256(target.tokenizer.chat_template),
+        "date": None if date is None else date.isoformat(),
+    }
+
+    def generator(conversation: str) -> dict[str, Any]:
+        return {**request.facts(conversation), **fixed}
+
+    out.check_generator(generator)
+    out.check_questions(conversations)
+    work = _Work(target, out, request, template, generator, most_prompt, batch_size, progress)
+    at_once = batch_size * _BATCHES_AT_ONCE
+    parts = [conversations[i : i + at_once] for i in range(0, len(conversations), at_once)]
+    if progress is not None:
+        missing = [c for c in conversations if c.id not in out]
+        progress.begin(
+            rows=len(missing),
+            answers=sum(Dialogue(c).asks() for c in missing),
+            most_tokens=request.max_new_tokens,
         )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.touch()
-    except OSError as error:
-        raise DataError(f"--out {out} cannot be written: {error.strerror}") from None
-    while active:
-        waiting: list[tuple[_Dialogue, list[int]]] = []
-        ended = []
-        for dialogue in active:
-            if not dialogue.next_prompt():
-                ended.append(dialogue)
-                continue
-            try:
-                text = tokenizer.apply_chat_template(
-                    dialogue.done, tokenize=False, add_generation_prompt=True, **(template or {})
-                )
-            except (TemplateError, TypeError, ValueError) as error:
-                dialogue.drop(f"template error: {error}")
-                ended.append(dialogue)
-                continue
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(ids) > max_prompt_tokens:
-                dialogue.drop("prompt too long")
-                ended.append(dialogue)
-            else:
-                waiting.append((dialogue, ids))
-        written += _write(ended, out)
-        waiting.sort(key=lambda item: len(item[1]))
-        answered = 0
-        for slots, group in _by_slots(waiting, max_prompt_tokens):
-            with ChainDecoder(
-                target,
-                None,
-                rows=min(batch_size, len(group)),
-                slots=slots + max_new_tokens + 1,
-                temperature=temperature,
-                seed=seed + opened,
-            ) as decoder:
-                opened += 1
-                for first in range(0, len(group), batch_size):
-                    batch = group[first : first + batch_size]
-                    decoded = decoder.decode([ids for _, ids in batch], max_new_tokens)
-                    new_tokens += decoded.new_tokens
-                    for (dialogue, _), tokens in zip(batch, decoded.tokens, strict=True):
-                        _append_answer(dialogue, tokens, target)
-                    written += _write([d for d, _ in batch if d.ended], out)
-                    answered += len(batch)
-                    progress(answered, len(waiting))
-        active = [d for d, _ in waiting if not d.ended]
-    if not written and not present:
-        raise DataError("no conversation got an answer: every prompt was too long or empty")
-    return Regenerated(
-        written=written,
-        cut=sum(d.finish_reason == "length" for d in dialogues),
-        too_long=sum(d.dropped is not None for d in dialogues),
-        new_tokens=new_tokens,
+    for part in parts:
+        if any(c.id not in out for c in part):
+            work.do([Dialogue(c) for c in part])
+    if not work.written and not len(out):
+        why = ", ".join(f"{count} x {reason}" for reason, count in work.dropped.most_common())
+        raise DataError(f"no conversation got an answer: {why or 'no turn asks for one'}")
+    return Regenerated(work.written, work.cut, dict(work.dropped), work.new_tokens)
+
+
+class _Work:
+    """Dialogues on their way through all their turns, with the counts of what came of them."""
+
+    def __init__(
+        self,
+        target: Target,
+        out: AnswerFile,
+        request: Request,
+        template: Mapping[str, Any],
+        generator: Callable[[str], Mapping[str, Any]],
+        max_prompt_tokens: int,
+        batch_size: int,
+        progress: Progress | None,
+    ) -> None:
+        self._target, self._out, self._request = target, out, request
+        self._template, self._generator = template, generator
+        self._max_prompt_tokens, self._batch_size = max_prompt_tokens, batch_size
+        self._progress = progress
+        self.written = self.cut = self.new_tokens = 0
+        self.dropped: Counter[str] = Counter()
+
+    def do(self, active: list[Dialogue]) -> None:
+        """Answers every turn of `active`.
+
+        Those that the file already holds take part with the answers that they have there, so that
+        the batches of a call that continues another are the same.
+        """
+        turn = 0
+        while active:
+            waiting = []
+            for dialogue in active:
+                asked = dialogue.asks()
+                ids = self._prompt(dialogue)
+                if ids is None:
+                    self._end([dialogue], asked)
+                else:
+                    waiting.append((dialogue, ids))
+            active = []
+            for temperature, slots, group in self._groups(waiting):
+                active += self._answer(turn, temperature, slots, group)
+            turn += 1
+
+    def _prompt(self, dialogue: Dialogue) -> list[int] | None:
+        if not dialogue.next_prompt():
+            return None
+        ids = dialogue.prompt_ids(self._target.tokenizer, self._template)
+        if ids is not None and len(ids) > self._max_prompt_tokens:
+            dialogue.drop("prompt too long")
+            return None
+        return ids
+
+    def _groups(self, waiting: list[Waiting]) -> Iterator[tuple[float, int, list[Waiting]]]:
+        """Dialogues of one temperature and size of buffers, the shortest prompts first."""
+        groups: dict[tuple[int, float], list[Waiting]] = {}
+        for dialogue, ids in sorted(waiting, key=lambda item: len(item[1])):
+            slots = next((s for s in _PROMPT_SLOTS if s >= len(ids)), self._max_prompt_tokens)
+            temperature = self._request.sampling.temperature_of(dialogue.id)
+            groups.setdefault((slots, temperature), []).append((dialogue, ids))
+        for (slots, temperature), group in sorted(groups.items(), key=lambda item: item[0]):
+            yield temperature, slots, group
+
+    def _answer(
+        self, turn: int, temperature: float, slots: int, group: list[Waiting]
+    ) -> list[Dialogue]:
+        """Answers `group` batch by batch; returns the dialogues that go on.
+
+        A batch is decoded when the file lacks one of its rows, and then as a whole: its answers are
+        so those of a call that nothing interrupted, to the last bit and at every temperature.
+        """
+        size = self._batch_size
+        batches = [group[i : i + size] for i in range(0, len(group), size)]
+        sampling, most = self._request.sampling, self._request.max_new_tokens
+        going_on: list[Dialogue] = []
+        with ExitStack() as stack:
+            decoder: ChainDecoder | None = None
+            for batch in batches:
+                answers = [self._kept(dialogue) for dialogue, _ in batch]
+                new = 0
+                if None in answers:
+                    decoder = decoder or stack.enter_context(
+                        ChainDecoder(
+                            self._target,
+                            None,
+                            rows=min(size, len(group)),
+                            slots=slots + most + 1,
+                            temperature=temperature,
+                            top_p=sampling.top_p,
+                            top_k=sampling.top_k,
+                        )
+                    )
+                    decoded = decoder.decode(
+                        [ids for _, ids in batch],
+                        most,
+                        seed=sampling.noise_of(turn, (dialogue.id for dialogue, _ in batch)),
+                        progress=self._decoding,
+                    )
+                    new = decoded.new_tokens
+                    answers = [
+                        tokens if kept is None else kept
+                        for kept, tokens in zip(answers, decoded.tokens, strict=True)
+                    ]
+                going_on += self._settle(batch, answers, new)
+        return going_on
+
+    def _kept(self, dialogue: Dialogue) -> list[int] | None:
+        """The answer that the file has for this turn, empty where its row ends before it; None where
+        it has no row."""
+        if dialogue.id not in self._out:
+            return None
+        answers = self._out.answers(dialogue.id)
+        turn = len(dialogue.generated)
+        return answers[turn] if turn < len(answers) else []
+
+    def _settle(
+        self, batch: list[Waiting], answers: Sequence[list[int] | None], new_tokens: int
+    ) -> list[Dialogue]:
+        """Gives the batch its answers and writes what has ended; returns what goes on."""
+        self.new_tokens += new_tokens
+        lost = asked = 0
+        for (dialogue, ids), tokens in zip(batch, answers, strict=True):
+            assert tokens is not None, "decoded or kept"
+            left = dialogue.asks()
+            dialogue.answer(ids, tokens, self._target.stop_ids, self._target.tokenizer)
+            if dialogue.id not in self._out:
+                asked += 1
+                lost += left if dialogue.ended else 0
+        if self._progress is not None:
+            self._progress.settled(answers=asked, tokens=new_tokens)
+        self._end([dialogue for dialogue, _ in batch if dialogue.ended], lost)
+        return [dialogue for dialogue, _ in batch if not dialogue.ended]
+
+    def _decoding(self, tokens: int) -> None:
+        if self._progress is not None:
+            self._progress.decoding(tokens)
+
+    def _end(self, dialogues: Sequence[Dialogue], lost: int) -> None:
+        ended = [d for d in dialogues if d.id not in self._out]
+        rows = [row for d in ended if (row := d.row(self._generator(d.id))) is not None]
+        self.written += self._out.append(rows)
+        self.cut += sum(row["finish_reason"] == "length" for row in rows)
+        self.dropped.update(d.dropped for d in ended if d.dropped is not None)
+        if self._progress is not None and ended:
+            self._progress.settled(rows=len(ended), lost=lost)
+
+
+def _room(target: Target, new: int, prompt: int, choices: Choices) -> int:
+    """The longest prompt that leaves room for `new` tokens among the target's positions."""
+    positions = getattr(target.text_config, "max_position_embeddings", None) or prompt + new
+    if positions <= new:
+        raise DataError(
+            f"max_new_tokens={new} leaves no room for a prompt: the target has {positions} positions; "
+            "lower it"
+        )
+    if positions - new < prompt:
+        reason = f"the target has {positions} positions, and {new} are for new tokens"
+        got = str(positions - new)
+        choices.record("max_prompt_tokens", wanted=str(prompt), got=got, reason=reason)
+    return min(prompt, positions - new)
+
+
+def _date(
+    tokenizer: Any, template: Mapping[str, Any], out: AnswerFile, choices: Choices
+) -> datetime.date | None:
+    """The day that the template writes, where it writes one: that of the rows in `out`, else today."""
+    if not writes_date(tokenizer, template):
+        return None
+    kept = out.date
+    date = datetime.date.today() if kept is None else datetime.date.fromisoformat(kept)
+    choices.record(
+        "date in the prompts",
+        wanted="one for all rows",
+        got=date.isoformat(),
+        reason="the chat template writes the date; "
+        + ("today" if kept is None else f"that of the rows in {out.path}"),
     )
-
-
-def _by_slots(
-    waiting: list[tuple[_Dialogue, list[int]]], most: int
-) -> list[tuple[int, list[tuple[_Dialogue, list[int]]]]]:
-    groups: dict[int, list[tuple[_Dialogue, list[int]]]] = {}
-    for item in waiting:
-        fitting = next((s for s in _PROMPT_SLOTS if s >= len(item[1])), most)
-        groups.setdefault(fitting, []).append(item)
-    return sorted(groups.items())
-
-
-def _append_answer(dialogue: _Dialogue, tokens: list[int], target: Target) -> None:
-    stopped = bool(tokens) and tokens[-1] in target.stop_ids
-    text = target.tokenizer.decode(tokens[:-1] if stopped else tokens)
-    if not text.strip():
-        dialogue.drop("empty answer")
-        return
-    dialogue.finish_reason = "stop" if stopped else "length"
-    dialogue.done.append({"role": "assistant", "content": text})
-
-
-def _ids_in(out: Path) -> set[str]:
-    """Ids of the rows in `out`, and `out` ready to be appended to.
-
-    A crash or a full disk can leave half a line at the end; it goes, its dialogue is answered anew.
-    """
-    if not out.exists():
-        return set()
-    found = set()
-    whole = 0
-    with out.open("r+b") as file:
-        for number, line in enumerate(file, 1):
-            ended = line.endswith(b"\n")
-            try:
-                found.add(str(json.loads(line)["id"]))
-            except (ValueError, KeyError, TypeError):
-                if ended or number == 1:
-                    raise DataError(
-                        f"{out}:{number} is not a line of an earlier regeneration; move the file away"
-                    ) from None
-                file.truncate(whole)
-                break
-            whole += len(line)
-            if not ended:
-                file.write(b"\n")
-    return found
-
-
-def _write(dialogues: Sequence[_Dialogue], out: Path) -> int:
-    written = 0
-    with out.open("a", encoding="utf-8") as file:
-        for dialogue in dialogues:
-            if not any(turn["role"] == "assistant" for turn in dialogue.done):
-                continue
-            row = {
-                "id": dialogue.id,
-                "messages": dialogue.done,
-                "finish_reason": dialogue.finish_reason,
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            written += 1
-    return written
+    return date

@@ -5,6 +5,7 @@ Shapes: rows are independent sequences; `drafts [rows, slots]` are the tokens of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,29 @@ class Verdict:
 
     accepted: Tensor
     bonus: Tensor
+
+
+def probabilities(
+    logits: Tensor, temperature: float, top_p: float | None = None, top_k: int | None = None
+) -> Tensor:
+    """The distribution `[..., vocab]` that tokens are drawn from at a `temperature` above 0.
+
+    Of softmax(logits / temperature) the `top_k` most likely tokens stay, and of those, as shares of
+    their sum, the fewest most likely ones that come to `top_p`. Tokens that tie with the last one
+    stay as well. Nothing is decided on the host, so it can be captured in a CUDA graph.
+    """
+    scaled = logits / temperature
+    vocab = logits.shape[-1]
+    share_kept = 1.0 if top_p is None else top_p
+    most = vocab if top_k is None else min(top_k, vocab)
+    if most < vocab or share_kept < 1:
+        ranked = scaled.topk(most, dim=-1).values
+        scaled = scaled.masked_fill(scaled < ranked[..., -1:], -math.inf)
+        if share_kept < 1:
+            share = (ranked - scaled.logsumexp(-1, keepdim=True)).exp()
+            kept = (share.cumsum(-1) - share < share_kept).sum(-1, keepdim=True)
+            scaled = scaled.masked_fill(scaled < ranked.gather(-1, kept - 1), -math.inf)
+    return torch.softmax(scaled, dim=-1)
 
 
 def accept_greedy(drafts: Tensor, logits: Tensor) -> Verdict:

@@ -15,7 +15,7 @@ from draftline.errors import TargetError
 from draftline.model.probe import find_ends
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
-from draftline.model.target import auto_dtype, decoder_layers, stop_ids
+from draftline.model.target import auto_dtype, decoder_layers, loading_fault, stop_ids
 
 # A directory with none of these has no tokenizer; with one of them, it must load.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -115,8 +115,9 @@ def read_facts(
         RuntimeError,
         StrictDataclassError,
     ) as error:
-        first = " ".join(str(error).split()[:60]) or type(error).__name__
-        raise TargetError(f"target.path={path}: its {part} cannot be read: {first}") from None
+        raise TargetError(
+            f"target.path={path}: its {part} cannot be read: {loading_fault(error)}"
+        ) from None
     with suppress(OSError):  # a target need not have one
         model.generation_config = GenerationConfig.from_pretrained(source)
     return _facts(model, tokenizer, source, taps, num_taps)

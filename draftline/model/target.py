@@ -252,8 +252,9 @@ def load_target(
         SafetensorError,
         StrictDataclassError,
     ) as error:
-        first = " ".join(str(error).split()[:60]) or type(error).__name__
-        raise TargetError(f"target.path={path}: its {part} cannot be loaded: {first}") from None
+        raise TargetError(
+            f"target.path={path}: its {part} cannot be loaded: {loading_fault(error)}"
+        ) from None
     missing = sorted(loading["missing_keys"])
     if missing:
         raise TargetError(
@@ -263,6 +264,17 @@ def load_target(
     if len(devices) == 1:
         model.to(devices[0])
     return Target(model, tokenizer, taps=taps, num_taps=num_taps)
+
+
+def loading_fault(error: Exception) -> str:
+    """What transformers says of a target that it cannot load, in a line of draftline's words."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return (
+            "it brings Python code of its own, which is not run unasked; read that code, then allow "
+            "it with target.trust_remote_code=true"
+        )
+    return " ".join(text.split()[:60]) or type(error).__name__
 
 
 def _use_own_attention(model: Any) -> None:

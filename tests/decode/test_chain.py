@@ -298,7 +298,12 @@ def small() -> tuple[Target, LlamaForCausalLM]:
 
 
 def continuations(
-    model: LlamaForCausalLM, prompt: list[int], length: int, temperature: float
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    length: int,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 8,
 ) -> Tensor:
     """Probability of every continuation of `length` tokens, `[8] * length`."""
     probability = torch.ones(())
@@ -306,7 +311,12 @@ def continuations(
         ids = torch.tensor([[*prompt, *more] for more in itertools.product(range(8), repeat=known)])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[:, -1]
-        step = torch.softmax(logits / temperature, -1).view(*[8] * known, 8)
+        share, order = torch.softmax(logits / temperature, -1).sort(-1, descending=True)
+        share[:, top_k:] = 0
+        share /= share.sum(-1, keepdim=True)
+        share[share.cumsum(-1) - share >= top_p] = 0
+        share /= share.sum(-1, keepdim=True)
+        step = torch.zeros_like(share).scatter(1, order, share).view(*[8] * known, 8)
         probability = probability[..., None] * step
     return probability
 
@@ -343,6 +353,56 @@ def test_sampled_output_is_distributed_as_the_target(
         seen = torch.bincount(place, minlength=8**length)
         wanted = ROWS * continuations(model, prompt, length, temperature)
         assert chi_square_p(seen, wanted) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["plain", "random", "sub-vocabulary"])
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, None), (None, 3), (0.7, 5)])
+def test_truncated_sampling_is_distributed_as_the_truncated_target(
+    small: tuple[Target, LlamaForCausalLM], kind: str, top_p: float | None, top_k: int | None
+) -> None:
+    target, model = small
+    draft = None
+    if kind != "plain":
+        shape = build_shape(target, block_size=3, mask_token_id=7, num_layers=1)
+        ids = torch.tensor([0, 2, 3, 7]) if kind == "sub-vocabulary" else None
+        draft = DraftModel(build_drafter(shape, seed=3), ids)
+    prompt = [4, 1, 6]
+    sampling = ChainDecoder(
+        target, draft, rows=ROWS, slots=10, temperature=0.9, top_p=top_p, top_k=top_k, seed=5
+    )
+    tokens = torch.tensor(sampling.decode([prompt] * ROWS, 3).tokens)
+    for length in (1, 2, 3):
+        place = torch.zeros(ROWS, dtype=torch.long)
+        for column in range(length):
+            place = place * 8 + tokens[:, column]
+        seen = torch.bincount(place, minlength=8**length)
+        wanted = ROWS * continuations(model, prompt, length, 0.9, top_p or 1.0, top_k or 8)
+        assert int((wanted.flatten() == 0).sum()) > 0, "the fixture no longer truncates"
+        assert chi_square_p(seen, wanted) > 1e-3
+
+
+def test_a_seed_for_a_batch_makes_its_noise_its_own(
+    small: tuple[Target, LlamaForCausalLM],
+) -> None:
+    """Whatever was decoded before, and whoever its neighbours are."""
+    target, _ = small
+    reused = ChainDecoder(target, None, rows=3, slots=40, temperature=1.0, seed=1)
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    first = reused.decode(prompts, 20, seed=9).tokens
+    assert reused.decode(prompts, 20, seed=8).tokens != first
+    assert reused.decode(prompts, 20, seed=9).tokens == first
+    fresh = ChainDecoder(target, None, rows=3, slots=40, temperature=1.0, seed=2)
+    assert fresh.decode([[1, 2], [7, 7]], 20, seed=9).tokens[0] == first[0]
+
+
+def test_progress_counts_new_tokens_at_every_look(target: Target, trained: Drafter) -> None:
+    for draft in (None, DraftModel(trained)):
+        seen: list[int] = []
+        decoded = decoder(target, draft).decode(PROMPTS[:3], 40, progress=seen.append)
+        assert len(seen) > 5
+        assert seen == sorted(seen)
+        assert seen[0] > 3, "the first look already has more than the prefill's tokens"
+        assert seen[-1] == decoded.new_tokens
 
 
 def test_sampling_follows_the_seed(small: tuple[Target, LlamaForCausalLM]) -> None:

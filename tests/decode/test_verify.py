@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftline.decode.verify import accept_greedy, accept_sampled, draw
+from draftline.decode.verify import accept_greedy, accept_sampled, draw, probabilities
 from tests.tiny import chi_square_p
 
 ROWS = 40_000
@@ -133,3 +133,63 @@ def test_draw_never_takes_what_has_no_weight() -> None:
     assert torch.equal(drawn, draw(weights.expand(ROWS, 6), generator()))
     assert draw(torch.eye(4), generator()).tolist() == [0, 1, 2, 3]
     assert draw(torch.zeros(2, 0, 4), generator()).shape == (2, 0)
+
+
+def truncated(p: list[float], top_p: float, top_k: int) -> list[float]:
+    """By sorting in plain Python: the k likeliest, then the fewest that reach the share."""
+    ranked = sorted(range(len(p)), key=lambda i: -p[i])[:top_k]
+    whole = sum(p[i] for i in ranked)
+    kept: list[int] = []
+    for i in ranked:
+        if sum(p[j] for j in kept) / whole >= top_p:
+            break
+        kept.append(i)
+    total = sum(p[i] for i in kept)
+    return [p[i] / total if i in kept else 0.0 for i in range(len(p))]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 3, 7, 12, 50])
+@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.9, 0.999, 1.0])
+def test_truncation_keeps_the_likeliest_and_their_ratios(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    logits = 2 * torch.randn(6, 3, 12, generator=generator(7))
+    seen = probabilities(logits, temperature, top_p, top_k)
+    whole = torch.softmax(logits.double() / temperature, -1)
+    wanted = [
+        [truncated(p, 1.0 if top_p is None else top_p, top_k or 12) for p in row]
+        for row in whole.tolist()
+    ]
+    torch.testing.assert_close(seen.double(), torch.tensor(wanted, dtype=torch.float64))
+    if top_p == 0.01 or top_k == 1:
+        assert torch.equal(seen.argmax(-1), logits.argmax(-1))
+        assert bool((seen.max(-1).values == 1).all())
+
+
+def test_truncation_does_not_choose_among_equals() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    assert (probabilities(logits, 1.0, None, 2) > 0).tolist() == [True, True, True, True, False]
+    assert (probabilities(logits, 1.0, 0.5, 2) > 0).tolist() == [True, True, True, True, False]
+    assert (probabilities(logits, 1.0, 0.3, None) > 0).tolist() == [True] + [False] * 4
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.7, None), (None, 2), (0.8, 3)])
+@pytest.mark.parametrize("draft_truncated", [False, True])
+def test_a_truncated_target_is_sampled_losslessly(
+    top_p: float | None, top_k: int | None, draft_truncated: bool
+) -> None:
+    """Whether or not the drafter proposes tokens that the target no longer gives."""
+    random = generator(9)
+    target = 1.5 * torch.randn(3, 6, generator=random)
+    drafter = 1.5 * torch.randn(2, 6, generator=random)
+    p = probabilities(target, 0.8, top_p, top_k)
+    q = probabilities(drafter, 0.8, *((top_p, top_k) if draft_truncated else ()))
+    assert bool((p == 0).any(-1).all())
+    drafts = draw(q.expand(ROWS, 2, 6), random)
+    verdict = accept_sampled(drafts, q.expand(ROWS, 2, 6), p.expand(ROWS, 3, 6), random)
+    output = torch.cat([drafts, torch.zeros(ROWS, 1, dtype=torch.long)], 1)
+    output[torch.arange(ROWS), verdict.accepted] = verdict.bonus
+    for slot in range(3):
+        here = output[verdict.accepted >= slot, slot]
+        assert chi_square_p(torch.bincount(here, minlength=6), len(here) * p[slot]) > 1e-3
