@@ -13,7 +13,7 @@ import draftline
 
 PACKAGE = Path(draftline.__file__).parent
 _GROUND = {"choices", "config", "config_sections", "config_training", "config_file"}
-_GROUND |= {"errors", "runlog"}
+_GROUND |= {"errors", "runlog", "locks", "files"}
 _ROOMS = {"runtime", "model", "data", "demo", "signal"}
 # Room -> what it may import besides itself. `demo` is data that ships; `demo.run` is a command.
 ALLOWED: dict[str, set[str]] = {
@@ -23,6 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"config_sections", "config_training", "errors"},
     "config_file": {"config", "config_sections", "errors"},
     "choices": {"errors"},
+    "files": set(),
+    "locks": {"errors"},
     "runlog": {"errors"},
     "signal": {"config", "errors", "runlog"},
     "runtime": _GROUND | {"signal"},

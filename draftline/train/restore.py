@@ -64,14 +64,14 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
             f"{', '.join(fixed)}: fixed by the training of {path}; only evaluate.*, run.*, "
             "target.path, target.dtype and data.template can be changed afterwards"
         )
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a run directory or a checkpoint")
-    if (path / "state.json").exists():
+    names = _names(path)
+    # A checkpoint that has lost one of these is a damaged checkpoint all the same.
+    if {"state.json", "state.json.sha256", "drafter.safetensors"} & names:
         checkpoint = load_checkpoint(path)
-    elif (path / "checkpoints").is_dir():
+    elif "checkpoints" in names:
         checkpoint = latest_checkpoint(path / "checkpoints")
     else:
-        unfinished = (path / "config.yaml").exists()
+        unfinished = "config.yaml" in names
         what = (
             "a run without a checkpoint yet"
             if unfinished
@@ -91,4 +91,16 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} was written by another version of draftline: {error}"
+        ) from None
+
+
+def _names(path: Path) -> set[str]:
+    """What lies in `path`; raises ConfigError where that cannot be seen."""
+    try:
+        return {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give a run directory or a checkpoint") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give a run directory or a checkpoint"
         ) from None
