@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": _GROUND,
     "train": _GROUND | _ROOMS,
     "decode": _GROUND | _ROOMS,
-    "export": _GROUND | _ROOMS,
+    "export": _GROUND | _ROOMS | {""},
     "demo.run": _GROUND | _ROOMS | {"train", "decode", "export"},
     "cli_options": set(),
     "cli_plan": _GROUND | _ROOMS | {"train", "cli_options"},

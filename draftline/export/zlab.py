@@ -7,7 +7,6 @@ them, bare tensor names, no embedding and no head.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftline.errors import ConfigError, ParityError
+from draftline.export.directory import check_replaceable, metadata, replacing
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
 from draftline.runlog import write_atomic
@@ -106,8 +106,7 @@ def check_export(out: Path, dtype: str, overwrite: bool) -> None:
     """Raises ConfigError for what can be refused before anything is loaded."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype={dtype} is not one of {', '.join(_DTYPES)}")
-    if out.exists() and not overwrite:
-        raise ConfigError(f"{out} exists; choose another directory or pass --overwrite")
+    check_replaceable(out, overwrite)
 
 
 def export_zlab(
@@ -122,37 +121,21 @@ def export_zlab(
 ) -> Path:
     """Writes the directory `out` and reads it back strictly; returns it.
 
-    Raises ConfigError when `out` exists and is not to be overwritten or is no export, or cannot be
-    written; ParityError when what was read back is not what was exported.
+    Raises ConfigError when `out` exists and is not to be overwritten or is no export of draftline, or
+    cannot be written; ParityError when what was read back is not what was exported.
     """
     check_export(out, dtype, overwrite)
-    if out.exists() and not _is_export(out):
-        raise ConfigError(
-            f"{out} is not an exported drafter and nothing else, so --overwrite leaves it "
-            "alone; choose another directory"
-        )
     config = build_config(
         drafter.shape, target, taps, dtype, None if token_ids is None else len(token_ids)
     )
     tensors = export_tensors(drafter, token_ids, dtype)
-    scratch = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        # safetensors writes for its owner only; a server often runs as somebody else.
-        (scratch / "model.safetensors").chmod(0o644)
+    with replacing(out, overwrite) as scratch:
+        save_file(tensors, scratch / "model.safetensors", metadata=metadata())
         write_atomic(scratch / "config.json", json.dumps(config, indent=2) + "\n")
-        shutil.rmtree(out, ignore_errors=True)
-        scratch.replace(out)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{out} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    loaded, _, _ = load_zlab(out)
-    for name, value in loaded.state_dict().items():
-        if not torch.equal(value, tensors[name].float()):
-            raise ParityError(f"{out}: tensor {name} was not read back as written")
+        loaded, _, _ = load_zlab(scratch)
+        for name, value in loaded.state_dict().items():
+            if not torch.equal(value, tensors[name].float()):
+                raise ParityError(f"{out}: tensor {name} was not read back as written")
     return out
 
 
@@ -194,9 +177,3 @@ def load_zlab(path: Path) -> tuple[Drafter, tuple[int, ...], Tensor | None]:
         raise ParityError(f"{path}: {error}") from None
     token_ids = None if offsets is None else offsets + torch.arange(len(offsets))
     return drafter.requires_grad_(False), tuple(dflash["target_layer_ids"]), token_ids
-
-
-def _is_export(path: Path) -> bool:
-    """Whether `path` is a directory with nothing in it but what an export writes."""
-    files = {"config.json", "model.safetensors"}
-    return path.is_dir() and {p.name for p in path.iterdir()} <= files
