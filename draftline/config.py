@@ -13,6 +13,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from draftline.config_sections import (
+    MOST_TOKENS,
     DataSection,
     DrafterSection,
     LossSection,
@@ -36,11 +37,17 @@ class Config(Section):
     topology: TopologySection = Field(default_factory=TopologySection)
     target: TargetSection
     drafter: DrafterSection = Field(default_factory=DrafterSection)
-    block_size: int = Field(16, ge=2, description="Tokens of a block, the anchor included.")
-    token_budget: int = Field(8192, ge=2, description="Tokens of a pack: the step's fixed length.")
-    max_batch_size: int = Field(64, ge=1, description="Most conversations in a pack.")
+    block_size: int = Field(
+        16, ge=2, le=4096, description="Tokens of a block, the anchor included."
+    )
+    token_budget: int = Field(
+        8192, ge=2, le=MOST_TOKENS, description="Tokens of a pack: the step's fixed length."
+    )
+    max_batch_size: int = Field(
+        64, ge=1, le=MOST_TOKENS, description="Most conversations in a pack."
+    )
     max_anchors: int = Field(
-        512, ge=1, description="Anchor slots of a pack: the step's fixed width."
+        512, ge=1, le=MOST_TOKENS, description="Anchor slots of a pack: the step's fixed width."
     )
     loss: LossSection = Field(default_factory=LossSection)
     data: DataSection

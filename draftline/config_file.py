@@ -14,8 +14,9 @@ from draftline.config import Config
 from draftline.config_yaml import parse_yaml, read_yaml_text
 from draftline.errors import ConfigError
 
-_MOST_SHOWN = 200
+_MOST_SHOWN = 300
 _MOST_SECTIONS = 16
+_MOST_LINES = 20
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -94,17 +95,20 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
 
 def _explain(error: ValidationError) -> str:
     lines = []
-    for item in error.errors():
+    errors = error.errors()
+    for item in errors[:_MOST_LINES]:
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key}{_suggest(key)}")
+            lines.append(f"unknown key {_cut(key)}{_suggest(key)}")
         elif item["type"] == "missing":
             lines.append(f"{key} is missing and has no default")
         elif item["type"] == "value_error":
-            lines.append(str(item["ctx"]["error"]))
+            lines.append(_cut(str(item["ctx"]["error"])))
         else:
             seen = _cut(repr(item["input"]))
             lines.append(f"{key}={seen}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    if len(errors) > _MOST_LINES:
+        lines.append(f"and {len(errors) - _MOST_LINES} more")
     return "configuration: " + "; ".join(lines)
 
 

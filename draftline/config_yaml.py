@@ -153,9 +153,11 @@ def _scalar(loader: _Loader, node: yaml.Node) -> Any:
 
 
 def _text(_loader: _Loader, node: yaml.Node) -> str:
-    """A date stays the text that it was written as."""
+    """Text, and a date as it was written."""
     if not isinstance(node, yaml.ScalarNode):
-        raise _refuse(node, "a list or mapping is no date")
+        raise _refuse(node, f"a list or mapping is no {node.tag.removeprefix(_TAG)}")
+    if "\0" in node.value:
+        raise _refuse(node, "text with a NUL character, which no path or word has")
     return str(node.value)
 
 
@@ -166,6 +168,7 @@ def _other(_loader: _Loader, node: yaml.Node) -> object:
 _Loader.add_constructor(f"{_TAG}map", _mapping)
 for _kind in ("bool", "int", "float"):
     _Loader.add_constructor(f"{_TAG}{_kind}", _scalar)
-_Loader.add_constructor(f"{_TAG}timestamp", _text)
+for _kind in ("str", "timestamp"):
+    _Loader.add_constructor(f"{_TAG}{_kind}", _text)
 for _kind in ("binary", "omap", "pairs", "set"):
     _Loader.add_constructor(f"{_TAG}{_kind}", _other)
