@@ -101,7 +101,10 @@ class SignalSection(Section):
         "warn later.",
     )
     hz: float = Field(
-        5.0, gt=0, le=100, description="Samples of device memory a second, by a thread of its own."
+        5.0,
+        ge=1e-3,
+        le=100,
+        description="Samples of device memory a second, by a thread of its own.",
     )
     notify: list[str] | None = Field(
         None,

@@ -108,7 +108,7 @@ def _converted(gguf: Path, weights: bool) -> Path:
         seen = damage(directory, weights=weights)
         if seen is None:
             return directory
-        log.warning("%s is damaged (%s); it is made anew from %s", directory, seen, gguf.name)
+        log.warning("%s is not whole (%s); it is made anew from %s", directory, seen, gguf.name)
     if importlib.util.find_spec("gguf") is None:
         raise TargetError(
             "reading a GGUF file needs the package gguf: pip install 'draftline[demo]'"
