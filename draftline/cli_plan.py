@@ -13,13 +13,14 @@ def plan_command(
     config: ConfigFile,
     overrides: Overrides = None,
     rate: Annotated[
-        float | None, typer.Option(min=1e-9, help="Rows a second that one drafter was measured at.")
+        float | None,
+        typer.Option(min=1e-9, max=1e15, help="Rows a second that one drafter was measured at."),
     ] = None,
     devices: Annotated[
         str | None,
         typer.Option(help="Plan for GPUs that are not here: 8x141 (GiB each) or 8xH200."),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines like this one.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=65536, help="Machines like this one.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Place workers, count steps, hours, memory and disk; load and allocate nothing.

@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from draftline.config_sections import (
+    MOST_TOKENS,
     DataSection,
     DrafterSection,
     LossSection,
@@ -40,12 +41,19 @@ class Config(Section):
     topology: TopologySection = Field(default_factory=TopologySection)
     target: TargetSection
     drafter: DrafterSection = Field(default_factory=DrafterSection)
-    block_size: int = Field(16, ge=2, description="Tokens of a block, the anchor included.")
-    token_budget: int = Field(8192, ge=2, description="Tokens of a pack: the step's fixed length.")
-    max_batch_size: int = Field(64, ge=1, description="Most conversations in a pack.")
+    block_size: int = Field(
+        16, ge=2, le=4096, description="Tokens of a block, the anchor included."
+    )
+    token_budget: int = Field(
+        8192, ge=2, le=MOST_TOKENS, description="Tokens of a pack: the step's fixed length."
+    )
+    max_batch_size: int = Field(
+        64, ge=1, le=MOST_TOKENS, description="Most conversations in a pack."
+    )
     max_anchors: int | None = Field(
         None,
         ge=1,
+        le=MOST_TOKENS,
         description="Anchor slots of a pack: the step's fixed width. null: a sixth of token_budget, in "
         "whole tiles and loss chunks.",
     )

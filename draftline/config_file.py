@@ -8,36 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from draftline.config import Config
+from draftline.config_yaml import parse_yaml, read_yaml_text
 from draftline.errors import ConfigError
 
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML silently keeps the last of two equal keys; a configuration must not."""
-
-
-def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(
-                f"line {line}: a key must be a plain word; put quotes around {{{{ }}}}"
-            )
-        if key_node.value in seen:
-            raise ConfigError(f"line {line}: key {key_node.value!r} stands twice; keep one of them")
-        seen.add(key_node.value)
-    loader.flatten_mapping(node)  # after the check: a key may override one that << merges in
-    return {
-        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True)
-        for key, value in node.value
-    }
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_MOST_SHOWN = 300
+_MOST_SECTIONS = 16
+_MOST_LINES = 20
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -47,17 +26,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: unreadable file, bad YAML, unknown key, wrong type, clashing keys.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_yaml_text(path)
     except FileNotFoundError:
         raise ConfigError(f"config {path} does not exist; see configs/ for examples") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config {path} cannot be read: {error}") from None
-    try:
-        tree = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config {path} is not YAML: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"config {path}, {error}") from None
+    tree = parse_yaml(text, f"config {path}")
     if tree is None:
         raise ConfigError(f"config {path} is empty; see configs/ for examples")
     if not isinstance(tree, dict):
@@ -67,7 +41,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def build_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """A checked configuration from nested mappings and dotted overrides; raises ConfigError."""
-    merged: dict[str, Any] = json.loads(json.dumps(tree, default=str))
+    try:
+        merged: dict[str, Any] = json.loads(json.dumps(tree, default=str))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"configuration: no plain values: {error}") from None
     for item in overrides:
         _apply_override(merged, item)
     try:
@@ -100,35 +77,44 @@ def changed_keys(
 
 def _apply_override(tree: dict[str, Any], item: str) -> None:
     key, equals, text = item.partition("=")
+    item = _cut(repr(item))
     if not equals or not key:
-        raise ConfigError(f"override {item!r} is not key=value, such as train.steps=200")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {item!r}: the value is not YAML: {error}") from None
+        raise ConfigError(f"override {item} is not key=value, such as train.steps=200")
+    value = parse_yaml(text, f"override {item}: the value")
     node = tree
     *sections, leaf = key.split(".")
+    if len(sections) > _MOST_SECTIONS:
+        raise ConfigError(f"override {item}: no key lies in {len(sections)} sections")
     for section in sections:
         child = node.setdefault(section, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override {item!r}: {section} is a value, not a section")
+            raise ConfigError(f"override {item}: {section} is a value, not a section")
         node = child
     node[leaf] = value
 
 
 def _explain(error: ValidationError) -> str:
     lines = []
-    for item in error.errors():
+    errors = error.errors()
+    for item in errors[:_MOST_LINES]:
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key}{_suggest(key)}")
+            lines.append(f"unknown key {_cut(key)}{_suggest(key)}")
         elif item["type"] == "missing":
             lines.append(f"{key} is missing and has no default")
         elif item["type"] == "value_error":
-            lines.append(str(item["ctx"]["error"]))
+            lines.append(_cut(str(item["ctx"]["error"])))
         else:
-            lines.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+            seen = _cut(repr(item["input"]))
+            lines.append(f"{key}={seen}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    if len(errors) > _MOST_LINES:
+        lines.append(f"and {len(errors) - _MOST_LINES} more")
     return "configuration: " + "; ".join(lines)
+
+
+def _cut(text: str) -> str:
+    """Text that may be shown: a value can be as long as its file."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _suggest(key: str) -> str:

@@ -19,6 +19,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+# What counts fit into wherever they go: 32-bit indices of kernels, 64-bit seeds, eight digits of a
+# checkpoint's name. Beyond these a number is a slip, and would be a traceback from deep inside.
+MOST = 2**31 - 1
+MOST_TOKENS = 2**24
+MOST_STEPS = 10**8 - 1
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -41,10 +47,12 @@ class Section(BaseModel):
 
 class RunSection(Section):
     dir: str = Field("runs/draftline", description="Run directory: log, metrics, checkpoints.")
-    seed: int = Field(0, ge=0, description="Seeds initialisation, data order, anchors and noise.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seeds initialisation, data order, anchors and noise."
+    )
     device: str = Field(
         "auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
         description="Device of eval and bench step; auto takes cuda:0 where there is one, else cpu. "
         "Of train where topology names no device: both sides then use this one, auto all GPUs.",
     )
@@ -65,6 +73,7 @@ class TopologySection(Section):
     slots: int | None = Field(
         None,
         ge=1,
+        le=4096,
         description="Packs that may wait for one drafter; null: 2, or 1 where it shares its device "
         "with every target.",
     )
@@ -74,10 +83,16 @@ class TopologySection(Section):
         "ordered adds them in the drafters' order.",
     )
     check_every: int = Field(
-        100, ge=1, description="Steps between comparisons of the drafters' parameter checksums."
+        100,
+        ge=1,
+        le=MOST,
+        description="Steps between comparisons of the drafters' parameter checksums.",
     )
     deadline_s: float = Field(
-        600.0, ge=1, description="Seconds without progress after which a worker counts as hung."
+        600.0,
+        ge=1,
+        le=1e6,
+        description="Seconds without progress after which a worker counts as hung.",
     )
 
     @field_validator("targets", "drafters", mode="before")
@@ -96,7 +111,11 @@ class TopologySection(Section):
                 continue
             if not names:
                 raise ValueError(f"topology.{key}=[]: at least one worker is needed, or auto")
-            spans = r"(cpu|cuda:\d+(\+cuda:\d+)*)" if key == "targets" else r"(cpu|cuda:\d+)"
+            spans = (
+                r"(cpu|cuda:\d{1,3}(\+cuda:\d{1,3})*)"
+                if key == "targets"
+                else r"(cpu|cuda:\d{1,3})"
+            )
             bad = [name for name in names if not re.fullmatch(spans, name)]
             if bad:
                 wanted = "cpu, cuda:N or cuda:A+cuda:B" if key == "targets" else "cpu or cuda:N"
@@ -111,7 +130,7 @@ class TargetSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 on CUDA, float32 on CPU."
     )
-    num_taps: int = Field(5, ge=1, description="Layers read, spread by the z-lab rule.")
+    num_taps: int = Field(5, ge=1, le=4096, description="Layers read, spread by the z-lab rule.")
     tap_layers: list[int] | None = Field(
         None, description="Explicit 0-based layer ids (z-lab target_layer_ids) instead of num_taps."
     )
@@ -142,22 +161,42 @@ class TargetSection(Section):
 
 
 class DrafterSection(Section):
-    layers: int = Field(5, ge=1, description="Drafter decoder layers.")
-    num_heads: int | None = Field(None, ge=1, description="Query heads; null copies the target.")
-    num_kv_heads: int | None = Field(None, ge=1, description="KV heads; null copies the target.")
-    head_dim: int | None = Field(None, ge=2, description="Head size; null copies the target.")
-    intermediate_size: int | None = Field(None, ge=1, description="MLP width; null: the target's.")
+    layers: int = Field(5, ge=1, le=4096, description="Drafter decoder layers.")
+    num_heads: int | None = Field(
+        None, ge=1, le=65536, description="Query heads; null copies the target."
+    )
+    num_kv_heads: int | None = Field(
+        None, ge=1, le=65536, description="KV heads; null copies the target."
+    )
+    head_dim: int | None = Field(
+        None, ge=2, le=65536, description="Head size; null copies the target."
+    )
+    intermediate_size: int | None = Field(
+        None, ge=1, le=MOST_TOKENS, description="MLP width; null: the target's."
+    )
     rope_theta: float | None = Field(
-        None, gt=0, description="RoPE base of the drafter; null copies the target's plain base."
+        None,
+        ge=1e-6,
+        le=1e15,
+        description="RoPE base of the drafter; null copies the target's plain base.",
     )
     sliding_layers: int = Field(
-        0, ge=0, description="How many of the first layers use causal sliding-window attention."
+        0,
+        ge=0,
+        le=4096,
+        description="How many of the first layers use causal sliding-window attention.",
     )
     sliding_window: int | None = Field(
-        None, ge=1, description="Window of the sliding layers, in tokens, current one included."
+        None,
+        ge=1,
+        le=MOST,
+        description="Window of the sliding layers, in tokens, current one included.",
     )
     mask_token_id: int | None = Field(
-        None, ge=0, description="Embedding row of a masked slot; null: the rule in docs/data.md."
+        None,
+        ge=0,
+        le=MOST,
+        description="Embedding row of a masked slot; null: the rule in docs/data.md.",
     )
     init: Literal["scratch", "target"] = Field(
         "scratch", description="target copies the target's last layers where shapes allow."
@@ -170,6 +209,7 @@ class DrafterSection(Section):
     vocab_size: int | None = Field(
         None,
         ge=2,
+        le=MOST,
         description="Draft only the most frequent tokens of the training answers (a d2t map is "
         "exported); null drafts the whole vocabulary.",
     )
@@ -203,7 +243,7 @@ class LossSection(Section):
         "acceptance (D-PACE, arXiv 2605.18810).",
     )
     gamma: float | None = Field(
-        None, gt=0, description="Decay of `decay`; null takes 1 + 3/8 block_size."
+        None, ge=1e-3, le=1e6, description="Decay of `decay`; null takes 1 + 3/8 block_size."
     )
     alpha: float = Field(0.5, ge=0, le=1, description="Smoothing of `dpace`.")
     soft_labels: float = Field(
@@ -214,7 +254,10 @@ class LossSection(Section):
         "1: KL only). Needs the target's last hidden state, so the whole target runs.",
     )
     chunk_rows: int = Field(
-        4096, ge=1, description="Rows whose logits exist at once; memory is chunk_rows * vocab."
+        4096,
+        ge=1,
+        le=MOST,
+        description="Rows whose logits exist at once; memory is chunk_rows * vocab.",
     )
 
     @model_validator(mode="after")
@@ -237,7 +280,7 @@ class DataSection(Section):
         "most 64 of them), or files; null: nothing.",
     )
     max_length: int = Field(
-        2048, ge=2, description="Longest conversation in tokens; longer is cut."
+        2048, ge=2, le=MOST_TOKENS, description="Longest conversation in tokens; longer is cut."
     )
     template: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the chat template."

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from draftline.config_sections import Section
+from draftline.config_sections import MOST, MOST_STEPS, MOST_TOKENS, Section
 
 
 class FeatureSection(Section):
@@ -21,6 +21,7 @@ class FeatureSection(Section):
     noise: float = Field(
         0.0,
         ge=0,
+        le=1e6,
         description="Deviation of Gaussian noise on features: absolute, or in units of each "
         "channel's scale with drafter.feature_scale.",
     )
@@ -36,20 +37,29 @@ class FeatureSection(Section):
 
 
 class TrainSection(Section):
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; give this or epochs.")
-    epochs: float | None = Field(None, gt=0, description="Passes over the data; or give steps.")
+    steps: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Optimizer steps; give this or epochs."
+    )
+    epochs: float | None = Field(
+        None, gt=0, le=1e6, description="Passes over the data; or give steps."
+    )
     packs_per_step: int | None = Field(
         None,
         ge=1,
+        le=2**20,
         description="Packs whose gradients one step averages, over all drafters and machines; null: "
         "one a drafter.",
     )
-    learning_rate: float = Field(6e-4, gt=0, description="Peak learning rate of AdamW.")
+    learning_rate: float = Field(6e-4, gt=0, le=1e3, description="Peak learning rate of AdamW.")
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of steps of linear warm-up.")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the cosine, of the peak.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay (matrices only).")
-    clip: float | None = Field(1.0, gt=0, description="Global gradient norm; null: no clipping.")
+    weight_decay: float = Field(
+        0.0, ge=0, le=1e3, description="AdamW weight decay (matrices only)."
+    )
+    clip: float | None = Field(
+        1.0, gt=0, le=1e30, description="Global gradient norm; null: no clipping."
+    )
     ema: float | None = Field(
         None,
         gt=0,
@@ -57,14 +67,15 @@ class TrainSection(Section):
         description="Decay of an average of the weights that is evaluated and "
         "exported instead of the last ones; null: no average.",
     )
-    log_every: int = Field(10, ge=1, description="Steps between metrics.")
+    log_every: int = Field(10, ge=1, le=MOST, description="Steps between metrics.")
     eval_every: int = Field(
         500,
         ge=1,
+        le=MOST,
         description="Steps between two measurements on data.heldout; the last step has one too.",
     )
-    checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(2, ge=2, description="Newest checkpoints kept.")
+    checkpoint_every: int = Field(500, ge=1, le=MOST, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=2, le=MOST, description="Newest checkpoints kept.")
     trackers: list[Literal["tensorboard", "wandb"]] = Field(
         ["tensorboard"], description="Besides the JSONL metrics."
     )
@@ -77,6 +88,8 @@ class TrainSection(Section):
             )
         if self.steps is None and self.epochs is None:
             raise ValueError("train.steps or train.epochs is needed: give one of them")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={list(self.betas)}: each is at least 0 and under 1")
         return self
 
 
@@ -84,6 +97,7 @@ class SignalSection(Section):
     launch_steps: int = Field(
         300,
         ge=1,
+        le=MOST,
         description="Steps after the warm-up that belong to the launch: memory that moves in them means "
         "a broken launch.",
     )
@@ -93,7 +107,10 @@ class SignalSection(Section):
         "warn later.",
     )
     hz: float = Field(
-        5.0, gt=0, le=100, description="Samples of device memory a second, by a thread of its own."
+        5.0,
+        ge=1e-3,
+        le=100,
+        description="Samples of device memory a second, by a thread of its own.",
     )
     notify: list[str] | None = Field(
         None,
@@ -107,14 +124,16 @@ class EvaluateSection(Section):
         default_factory=dict, description="Name -> prompt file (or builtin:demo-heldout)."
     )
     temperatures: list[float] = Field(default_factory=lambda: [0.0], description="One table each.")
-    max_new_tokens: int = Field(256, ge=1, description="Tokens generated a prompt.")
-    batch_size: int = Field(8, ge=1, description="Prompts decoded together.")
-    limit: int | None = Field(None, ge=1, description="First prompts of each file; null: all.")
+    max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS, description="Tokens generated a prompt.")
+    batch_size: int = Field(8, ge=1, le=MOST_TOKENS, description="Prompts decoded together.")
+    limit: int | None = Field(
+        None, ge=1, le=MOST, description="First prompts of each file; null: all."
+    )
     plain: bool = Field(True, description="Also decode without the drafter: speed and identity.")
 
     @model_validator(mode="after")
     def _check(self) -> EvaluateSection:
-        bad = [t for t in self.temperatures if t < 0]
+        bad = [t for t in self.temperatures if not 0 <= t <= 1e6]
         if bad:
-            raise ValueError(f"evaluate.temperatures={bad}: a temperature is 0 or more")
+            raise ValueError(f"evaluate.temperatures={bad}: a temperature is 0 or more, to 1e6")
         return self

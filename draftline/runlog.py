@@ -13,11 +13,13 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from draftline.errors import ConfigError
 
@@ -92,10 +94,12 @@ class RunLog:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.lost_lines = 0
+        self._writing = threading.Lock()
+        self._torn: set[FileIO] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._events = (directory / "events.jsonl").open("a", encoding="utf-8")
-            self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+            self._events = _open(directory / "events.jsonl")
+            self._metrics = _open(directory / "metrics.jsonl")
         except OSError as error:
             raise ConfigError(
                 f"run directory {directory} cannot be written: {error.strerror or error}; "
@@ -111,17 +115,29 @@ class RunLog:
         self._append(self._metrics, {"time_s": round(time.time(), 3), **fields})
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file of the run directory atomically."""
-        write_atomic(self.directory / name, text)
-
-    def _append(self, file: TextIO, record: Mapping[str, object]) -> None:
+        """Writes a file of the run directory atomically; raises ConfigError when it cannot be."""
         try:
-            file.write(json.dumps(record, default=str) + "\n")
-            file.flush()
+            write_atomic(self.directory / name, text)
         except OSError as error:
-            if self.lost_lines == 0:
-                log.warning("run log: %s; training goes on without these lines", error.strerror)
-            self.lost_lines += 1
+            raise ConfigError(
+                f"{self.directory / name} cannot be written: {error.strerror or error}; make room, or "
+                "choose another run.dir"
+            ) from None
+
+    def _append(self, file: FileIO, record: Mapping[str, object]) -> None:
+        line = json.dumps(record, default=str).encode() + b"\n"
+        with self._writing:
+            # A full disk took a part of the last line; the next one begins a line of its own.
+            rest = memoryview(b"\n" + line if file in self._torn else line)
+            self._torn.discard(file)
+            try:
+                while rest:
+                    rest = rest[file.write(rest) or 0 :]
+            except OSError as error:
+                if self.lost_lines == 0:
+                    log.warning("run log: %s; training goes on without these lines", error.strerror)
+                self.lost_lines += 1
+                self._torn.add(file)
 
     def close(self) -> None:
         for file in (self._events, self._metrics):
@@ -140,3 +156,8 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _open(path: Path) -> FileIO:
+    """Unbuffered, so that a line is on its way to the disk, or known to be lost, when written."""
+    return path.open("ab", buffering=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,137 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xe9}")
     with pytest.raises(ConfigError, match=r"latin.yaml cannot be read"):
         load_config(tmp_path / "latin.yaml")
+
+
+def bomb(levels: int) -> str:
+    """A few lines that stand for ten to the power of `levels` values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for n in range(1, levels):
+        lines.append(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]")
+    return "\n".join(lines)
+
+
+# PyYAML's own words where its C part sees it first.
+DEEP = "nested more than 32 levels|exceeded maximum nesting depth"
+HOSTILE = [
+    (bomb(9), "line 5: more than 20000 values"),
+    ("a: &a {b: &b {c: 1}}\nd: &d {<<: [" + "*a, " * 200 + "]}\n" + bomb(12), "more than 20000"),
+    ("a: &a [*a]", r"line 1: \*a stands inside"),
+    ("a: 1\nb: &b\n  c: {d: *b}", r"line 3: \*b stands inside"),
+    ("a: &a\n  <<: *a", "stands inside"),
+    ("a: " + "[" * 200_000, DEEP),
+    ("a: " + "{b: " * 5000, "line 1: nested more than 32 levels"),
+    ("".join(f"{' ' * n}a:\n" for n in range(600)), "line 33: nested more than 32 levels"),
+    ("- " * 5000, "nested more than 32 levels"),
+    (
+        "a: &a [[[[[[[[[[x]]]]]]]]]]\nb: &b [[[[[[[[[[*a]]]]]]]]]]\nc: &c [[[[[[[[[[*b]]]]]]]]]]\n"
+        "d: [[[[[[[[[*c]]]]]]]]]",
+        "line 4: nested more than 32 levels",
+    ),
+    ("train: {steps: " + "9" * 5000 + "}", r"line 1: 9{40}\.\.\. has 5000 digits"),
+    ("\ntrain: {steps: 0x" + "f" * 90_000 + "}", r"line 2: 0xf+\.\.\. has 90002 digits"),
+    ("train: {steps: 1" + ":59" * 9000 + "}", r"line 1: .* has 27001 digits"),
+    ("train: {steps: 1" + "_0" * 9000 + "}", r"line 1: .* has 18001 digits"),
+    ("train: {clip: 1.0e+999}", r"line 1: 1.0e\+999 is not a finite number"),
+    ("data: {template: {temperature: .nan}}", "line 1: .nan is not a finite number"),
+    ("data:\n  template: [-.inf]", "line 2: -.inf is not a finite number"),
+    ("1: 2", "line 1: the key 1 is read as int"),
+    ("data: {template: {yes: 2}}", "line 1: the key yes is read as bool"),
+    ("~: 2", "line 1: the key ~ is read as null"),
+    ("2024-01-01: 2", "line 1: the key 2024-01-01 is read as timestamp"),
+    ("a: {<<: {1: 2}}", "line 1: the key 1 is read as int"),
+    ("a: !!binary aGVsbG8=", "line 1: !!binary is no kind of value"),
+    ("a: !!set {x, y}", "line 1: !!set is no kind of value"),
+    ("a: !!omap [x: 1]", "line 1: !!omap is no kind of value"),
+    ("a: !!int x", "line 1: 'x' is no int"),
+    ("a: !!float x", "line 1: 'x' is no float"),
+    ("a: !!bool x", "line 1: 'x' is no bool"),
+    ("a: !!int [1]", "line 1: a list or mapping is no int"),
+    ("a: !!timestamp {}", "line 1: a list or mapping is no timestamp"),
+    ("a: !!python/name:os.system", "is not YAML"),
+    ("a: !!str {}", "line 1: a list or mapping is no str"),
+    ('run:\n  dir: "a\\0b"', "line 2: text with a NUL character"),
+    ("a: b\n---\na: c", "is not YAML"),
+    ("a:\n\tb: 1", "is not YAML"),
+    ("a: *nowhere", "is not YAML"),
+    ("a: \x00", "is not YAML"),
+    ("a: 'b", "is not YAML"),
+    ("just words", "holds str, not a mapping"),
+    ("42", "holds int, not a mapping"),
+    ("2024-01-01", "holds str, not a mapping"),
+    ("a: " + "x" * (1 << 18), "larger than 256 KiB"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_yaml_is_refused_with_its_line(text: str, reason: str, tmp_path: Path) -> None:
+    message = refuse_text(tmp_path, text)
+    assert re.search(reason, message)
+    assert str(tmp_path / "run.yaml") in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("&a [*a]", r"line 1: \*a stands inside"),
+        ("[" * 100_000, DEEP),
+        ("9" * 5000, "has 5000 digits"),
+        ("{a: 1, a: 2}", "'a' stands twice"),
+        ("{1: 2}", "the key 1 is read as int"),
+        ("!!binary aGVsbG8=", "!!binary is no kind"),
+        (".inf", "not a finite number"),
+        ("\x00", "the value is not YAML"),
+        ("x" * (1 << 19), "is no value of a key"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data.template.x", "train.steps", "run.dir"])
+def test_hostile_overrides_are_refused_by_key(key: str, value: str, reason: str) -> None:
+    message = refuse(f"{key}={value}")
+    assert f"override '{key}=" in message
+    assert re.search(reason, message)
+    assert len(message) < 1000
+
+
+def test_a_key_of_too_many_sections_is_refused() -> None:
+    assert "no key lies in 5000 sections" in refuse("run." + "a." * 4999 + "b=1")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("train: {steps: 1}".encode("utf-16"), "UTF-16"),
+        ("train: {steps: 1}".encode("utf-16-be"), "is not YAML"),
+        (b"a: 1\nb: 2\nc: \xff\xfe", "line 3 is not UTF-8 .byte 0xff."),
+        (bytes(range(256)), "line 2 is not UTF-8"),
+        (b"\x7fELF\x02\x01\x01\x00", "is not YAML"),
+        (b"\x1f\x8b\x08\x00", "line 1 is not UTF-8"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
+    (tmp_path / "run.yaml").write_bytes(data)
+    with pytest.raises(ConfigError, match=reason):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_ordinary_anchors_and_dates_are_read(tmp_path: Path) -> None:
+    text = yaml.safe_dump(LEAST | {"run": {"dir": "runs/x"}})
+    text += "evaluate:\n  prompts: &p {a: a.jsonl, b: 2024-05-01}\nfeatures: {}\n"
+    config = load(tmp_path, text.replace("runs/x", "2024-01-01"))
+    assert config.run.dir == "2024-01-01"
+    assert config.evaluate.prompts == {"a": "a.jsonl", "b": "2024-05-01"}
+    shared = "data: {train: &files [a.jsonl, b.jsonl], template: {files: *files}}\n"
+    rest = yaml.safe_dump({k: v for k, v in LEAST.items() if k != "data"})
+    config = load(tmp_path, shared + rest)
+    assert config.data.template == {"files": config.data.train}
+
+
+@pytest.mark.parametrize("tree", [{"run": 10**5000}, {"run": {(1, 2): 3}}])
+def test_a_tree_of_no_plain_values_is_refused(tree: dict[str, Any]) -> None:
+    assert "no plain values" in refuse(tree=tree)
+    around: dict[str, Any] = {}
+    around["run"] = around
+    assert "no plain values" in refuse(tree=around)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,14 @@ class FullDisk:
 
     def __init__(self, room: int = 0) -> None:
         self.room = room
-        self.written: list[str] = []
+        self.written: list[bytes] = []
         self.closed = False
 
-    def write(self, text: str) -> int:
+    def write(self, line: memoryview) -> int:
         if len(self.written) >= self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.written.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+        self.written.append(bytes(line))
+        return len(line)
 
     def close(self) -> None:
         self.closed = True
@@ -143,6 +141,59 @@ def test_a_really_full_disk_stops_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert log.lost_lines >= 3
     assert len(lines(tmp_path / "events.jsonl")) == 1
     assert len(caplog.records) == 1
+
+
+class Narrow:
+    """A file on a disk with `room` bytes, of which more can be freed."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.data = b""
+
+    def write(self, line: memoryview) -> int:
+        taken = bytes(line[: self.room])
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.data += taken
+        self.room -= len(taken)
+        return len(taken)
+
+    def close(self) -> None:
+        pass
+
+
+def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log._metrics.close()
+    disk = Narrow(room=60)
+    log._metrics = disk  # type: ignore[assignment]
+    for step in range(6):
+        if step == 4:
+            disk.room = 1000
+        log.metrics({"step": step})
+    log.close()
+    first, *others = disk.data.decode().splitlines()
+    assert json.loads(first)["step"] == 0
+    whole = [json.loads(line)["step"] for line in others if line.endswith("}")]
+    assert whole == [4, 5]
+    assert len(others) == 3, "one of them is the part of a line"
+    assert log.lost_lines == 3
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+
+        def write(number: int) -> None:
+            for step in range(50):
+                log.metrics({"worker": number, "step": step, "filler": "x" * 5000})
+
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    seen = [(line["worker"], line["step"]) for line in lines(tmp_path / "metrics.jsonl")]
+    assert sorted(seen) == [(n, step) for n in range(4) for step in range(50)]
 
 
 def test_closing_hides_no_error_of_the_run(tmp_path: Path) -> None:

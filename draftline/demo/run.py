@@ -16,7 +16,7 @@ from draftline.decode.chain import DraftModel
 from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts
 from draftline.demo import demo_config
 from draftline.export.serving import serving
-from draftline.export.zlab import export_zlab
+from draftline.export.zlab import check_export, export_zlab
 from draftline.model.drafter import Drafter
 from draftline.model.target import Target
 from draftline.train.checkpoint import checkpoint_paths
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 def run_demo(overrides: Sequence[str], out: Path) -> Table:
     """The final table of a demo run; checkpoint and export are where it says."""
     began = time.perf_counter()
+    check_export(out, "bfloat16", overwrite=True)
     config = load_config(demo_config(), overrides)
     free = _free_directory(config.run.dir)
     config = load_config(demo_config(), [*overrides, f"run.dir={free}"])

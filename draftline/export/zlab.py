@@ -7,7 +7,6 @@ them, bare tensor names, no embedding, and a head only where the drafter has a v
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.errors import ConfigError, ParityError
+from draftline.export.directory import check_replaceable, metadata, replacing
 from draftline.export.engines import choose_folding
 from draftline.export.tensors import export_tensors
 from draftline.model.drafter import Drafter, DrafterShape
@@ -107,8 +107,7 @@ def check_export(out: Path, dtype: str, overwrite: bool) -> None:
     """Raises ConfigError for what can be refused before anything is loaded."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype={dtype} is not one of {', '.join(_DTYPES)}")
-    if out.exists() and not overwrite:
-        raise ConfigError(f"{out} exists; choose another directory or pass --overwrite")
+    check_replaceable(out, overwrite)
 
 
 def export_zlab(
@@ -127,15 +126,10 @@ def export_zlab(
     returns it.
 
     Raises ConfigError when `engine` cannot serve the target, when `out` exists and is not to be
-    overwritten or is no export, or cannot be written; ParityError when what was read back is not
-    what was exported.
+    overwritten or is no export of draftline, or cannot be written; ParityError when what was read
+    back is not what was exported.
     """
     check_export(out, dtype, overwrite)
-    if out.exists() and not _is_export(out):
-        raise ConfigError(
-            f"{out} is not an exported drafter and nothing else, so --overwrite leaves it "
-            "alone; choose another directory"
-        )
     choices = choices or Choices()
     folded = choose_folding(engine, target.architecture, target.embed_scale, choices)
     config = build_config(
@@ -149,24 +143,13 @@ def export_zlab(
     )
     scale = target.embed_scale if folded else 1.0
     tensors = export_tensors(drafter, target.head.weight, token_ids, _DTYPES[dtype], scale)
-    scratch = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        # safetensors writes for its owner only; a server often runs as somebody else.
-        (scratch / "model.safetensors").chmod(0o644)
+    with replacing(out, overwrite) as scratch:
+        save_file(tensors, scratch / "model.safetensors", metadata=metadata())
         write_atomic(scratch / "config.json", json.dumps(config, indent=2) + "\n")
-        shutil.rmtree(out, ignore_errors=True)
-        scratch.replace(out)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{out} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    loaded, _, _ = load_zlab(out)
-    for name, value in loaded.state_dict().items():
-        if not torch.equal(value, tensors[name].float()):
-            raise ParityError(f"{out}: tensor {name} was not read back as written")
+        loaded, _, _ = load_zlab(scratch)
+        for name, value in loaded.state_dict().items():
+            if not torch.equal(value, tensors[name].float()):
+                raise ParityError(f"{out}: tensor {name} was not read back as written")
     return out
 
 
@@ -252,9 +235,3 @@ def _vocab_size(target: Target, choices: Choices) -> int:
             reason="the target's config.json says so, and servers compare it",
         )
     return named
-
-
-def _is_export(path: Path) -> bool:
-    """Whether `path` is a directory with nothing in it but what an export writes."""
-    files = {"config.json", "model.safetensors"}
-    return path.is_dir() and {p.name for p in path.iterdir()} <= files

@@ -10,11 +10,11 @@ import hashlib
 import importlib.util
 import logging
 import os
-import shutil
 import struct
 from pathlib import Path
 
 from draftline.errors import TargetError
+from draftline.model.converted import damage, making
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +33,28 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftline"
 
 
-def resolve_target(path: str) -> str:
+def resolve_target(path: str, *, weights: bool = False) -> str:
     """A directory or hub name that transformers loads; converts a GGUF file on first use.
 
-    Raises TargetError for a missing path, an unusable file, or a missing optional package.
+    An earlier conversion is compared with its hashes, with `weights` those of its weights too, and made
+    anew where it is damaged. Raises TargetError for a missing path, an unusable file, or a missing
+    optional package.
     """
     if path == BUILTIN_TARGET:
-        return str(_converted(_builtin_gguf()))
+        return str(_converted(_builtin_gguf(), weights))
     if path.startswith("builtin:"):
         raise TargetError(f"target.path={path}: the only embedded target is {BUILTIN_TARGET}")
     local = Path(path).expanduser()
+    try:
+        local.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise TargetError(f"target.path={path[:200]} cannot be used: {error.strerror}") from None
     if local.suffix == ".gguf":
         if not local.is_file():
             raise TargetError(f"target.path={path}: no such file")
-        return str(_converted(local))
+        return str(_converted(local, weights))
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise TargetError(
@@ -86,15 +94,21 @@ def _stamp(file: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _converted(gguf: Path) -> Path:
-    with gguf.open("rb") as file:
-        magic = file.read(4)
+def _converted(gguf: Path, weights: bool) -> Path:
+    try:
+        with gguf.open("rb") as file:
+            magic = file.read(4)
+        stamp = _stamp(gguf)
+    except OSError as error:
+        raise TargetError(f"{gguf} cannot be read: {error.strerror or error}") from None
     if magic != b"GGUF":
         raise TargetError(f"{gguf} does not start with GGUF: damaged, or another format")
-    stamp = _stamp(gguf)
     directory = cache_dir() / "targets" / f"{gguf.stem}-{stamp}"
-    if (directory / "config.json").is_file():
-        return directory
+    if directory.exists():
+        seen = damage(directory, weights=weights)
+        if seen is None:
+            return directory
+        log.warning("%s is not whole (%s); it is made anew from %s", directory, seen, gguf.name)
     if importlib.util.find_spec("gguf") is None:
         raise TargetError(
             "reading a GGUF file needs the package gguf: pip install 'draftline[demo]'"
@@ -103,7 +117,6 @@ def _converted(gguf: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    scratch = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
@@ -116,13 +129,10 @@ def _converted(gguf: Path) -> Path:
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        scratch.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        scratch.replace(directory)
+        with making(directory) as scratch:
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
     except OSError as error:
-        if (directory / "config.json").is_file():  # another process finished the same conversion
-            return directory
         raise TargetError(f"{gguf} could not be converted into {directory}: {error}") from None
     # AttributeError: transformers reads metadata that a file need not have.
     except (ValueError, LookupError, AttributeError, RuntimeError, struct.error) as error:
@@ -130,6 +140,4 @@ def _converted(gguf: Path) -> Path:
             f"{gguf} could not be read as a model: {error}; it may be damaged or of an architecture "
             "that transformers does not convert: give the model's safetensors directory instead"
         ) from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return directory

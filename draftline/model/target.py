@@ -230,7 +230,7 @@ def load_target(
         if choices is not None:
             reason = "CUDA tensor cores" if on_cuda else "bfloat16 is slow on a CPU"
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)
-    source = resolve_target(path)
+    source = resolve_target(path, weights=True)
     part = "tokenizer (tokenizer.json, tokenizer_config.json)"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -72,7 +72,7 @@ def parse_devices(text: str) -> tuple[DeviceFacts, ...]:
         number, gib = int(count), known.get(size.lower()) or float(size)
     except ValueError:
         number, gib = -1, 0.0
-    if not (number >= 0 and 0 <= gib < 2**20):
+    if not (0 <= number <= 4096 and 0 <= gib < 2**20):
         raise DeviceError(
             f"--devices {text} is not COUNTxGIB such as 8x141, nor COUNTxNAME with a name of "
             f"{', '.join(_KNOWN_GIB)}"

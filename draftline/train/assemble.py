@@ -173,6 +173,6 @@ def _filled(
     def worker() -> FeatureWorker:
         return feature_worker(config, inputs, target, None, target.device, choices)
 
-    cache.fill(worker, folder, key, progress)
+    cache.fill(worker, folder, key, progress, choices)
     log.info("features: ready in %.0f s", time.perf_counter() - began)
     return cache

@@ -1,8 +1,9 @@
 """Checkpoints that survive a crash, a full disk and half a file.
 
-A checkpoint is a directory `step-00000123` with safetensors files and `state.json`, which names every
-file's SHA-256. It is written under another name and renamed when it is complete and on disk, so a
-directory of that name is a whole checkpoint or was damaged later, which the hashes show.
+A checkpoint is a directory `step-00000123` with safetensors files, `state.json`, which names every one
+of these's SHA-256, and `state.json.sha256`, which holds its own (`sha256sum -c` reads it). It is written
+under another name and renamed when it is complete and on disk, so a directory of that name is a whole
+checkpoint or was damaged later, which the hashes show: no byte of it is outside of one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftline.errors import CheckpointError
+from draftline.errors import CheckpointError, ConfigError
+from draftline.files import open_to_others, sync
 
 log = logging.getLogger(__name__)
 
+# Raised when a checkpoint's files mean something else than before. 1 had no number, and no hash of its
+# state.
+_FORMAT = 2
+# What reading a file that is not as it was written can raise.
+_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -41,10 +48,13 @@ class Checkpoint:
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Checkpoints of a run, newest first."""
-    if not directory.is_dir():
+    """Checkpoints of a run, newest first; raises ConfigError where they may not be listed."""
+    try:
+        found = [p for p in directory.iterdir() if _NAME.fullmatch(p.name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [p for p in directory.iterdir() if _NAME.fullmatch(p.name)]
+    except PermissionError as error:
+        raise _not_ours(directory, error) from None
     return sorted(found, key=lambda p: p.name, reverse=True)
 
 
@@ -57,27 +67,32 @@ def save_checkpoint(
 ) -> Path:
     """Writes `directory/step-...` atomically, then removes the oldest beyond `keep`.
 
-    Raises CheckpointError, with the older checkpoints untouched, when it cannot be written.
+    Nobody else may write into `directory` meanwhile: what an earlier process left there half written is
+    removed. Raises CheckpointError, with the older checkpoints untouched, when it cannot be written.
     """
     path = directory / f"step-{step:08d}"
-    scratch = directory / f".{path.name}.tmp"
+    scratch, aside = (directory / f".{path.name}{end}.tmp" for end in ("", ".old"))
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for left in directory.glob(".step-*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
         scratch.mkdir(parents=True)
         digests = {}
         for stem, group in tensors.items():
             file = scratch / f"{stem}.safetensors"
             save_file({k: v.contiguous() for k, v in group.items()}, file)
-            _sync(file)
+            sync(file)
             digests[file.name] = _digest(file)
-        text = json.dumps({**state, "step": step, "sha256": digests}, indent=1)
+        text = json.dumps({"format": _FORMAT, **state, "step": step, "sha256": digests}, indent=1)
         (scratch / "state.json").write_text(text, encoding="utf-8")
-        _sync(scratch / "state.json")
+        _seal(scratch).write_text(_seal_text(text.encode()), encoding="ascii")
+        open_to_others(scratch)
+        for file in (scratch / "state.json", _seal(scratch), scratch):
+            sync(file)
         if path.exists():
-            shutil.rmtree(path)
-        _sync(scratch)
+            path.replace(aside)
         scratch.replace(path)
-        _sync(directory)
+        sync(directory)
+        shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(
@@ -91,24 +106,55 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, every file compared with its hash; raises CheckpointError."""
+    """The checkpoint at `path`, every file compared with its hash.
+
+    Raises CheckpointError for a damaged one and one of another format, ConfigError for one that this
+    user may not read.
+    """
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        digests: dict[str, str] = state["sha256"]
+        state = _checked_state(path)
         tensors = {}
-        for name, digest in digests.items():
+        for name, digest in state["sha256"].items():
             if _digest(path / name) != digest:
-                raise CheckpointError(f"{path / name} does not have the hash it was written with")
+                raise ValueError(f"{name} does not have the hash it was written with")
             tensors[name.removesuffix(".safetensors")] = load_file(path / name)
         return Checkpoint(path, int(state["step"]), state, tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except PermissionError as error:
+        raise _not_ours(path, error) from None
+    except (*_BROKEN, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}") from None
+
+
+def _checked_state(path: Path) -> dict[str, Any]:
+    """What `state.json` says, once its own hash is found right; raises as `load_checkpoint` does."""
+    raw = (path / "state.json").read_bytes()
+    try:
+        seal = _seal(path).read_bytes()
+    except FileNotFoundError:
+        old = json.loads(raw)
+        if "format" not in old and "sha256" in old:
+            commit = old.get("provenance", {}).get("commit") or "unknown"
+            raise CheckpointError(
+                f"checkpoint {path} has format 1, whose state.json has no hash, so nothing can tell "
+                f"whether it is as it was written; use the draftline that wrote it (commit {commit}), "
+                "or train anew"
+            ) from None
+        raise
+    if seal != _seal_text(raw).encode():
+        raise ValueError(f"state.json does not have the hash in {_seal(path).name}")
+    state: dict[str, Any] = json.loads(raw)
+    if state["format"] != _FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} has format {state['format']}, this draftline reads {_FORMAT}; use the "
+            "draftline that wrote it"
+        )
+    return state
 
 
 def latest_checkpoint(directory: Path) -> Checkpoint:
     """The newest checkpoint that is whole; says which damaged ones it passed over.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when there is none, ConfigError at one that this user may not read.
     """
     damaged = []
     for path in checkpoint_paths(directory):
@@ -181,10 +227,17 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """Puts a file, or the names in a directory, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _seal(path: Path) -> Path:
+    return path / "state.json.sha256"
+
+
+def _seal_text(state: bytes) -> str:
+    return f"{hashlib.sha256(state).hexdigest()}  state.json\n"
+
+
+def _not_ours(path: Path, error: PermissionError) -> ConfigError:
+    """A file that this user may not read is no damage, and an older checkpoint no substitute."""
+    return ConfigError(
+        f"checkpoint {path} cannot be read by user {os.getuid()}: {error.strerror} "
+        f"({error.filename}); have its owner run chmod -R a+rX on it, or run as its owner"
+    )

@@ -5,10 +5,9 @@ Samples lie back to back, so packs can be composed anew each epoch.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftline.choices import Choices
 from draftline.data.packing import Pack
 from draftline.data.tokens import Sample
 from draftline.errors import ConfigError
 from draftline.runtime.devices import free_host_bytes
 from draftline.runtime.staging import Staging
+from draftline.train.feature_file import FeatureFile, Hashers
 
 # Samples on their way to a device at once.
 _AHEAD = 4
@@ -112,45 +113,77 @@ class FeatureCache:
         directory: Path | None,
         key: str,
         progress: Callable[[int, int], None],
+        choices: Choices,
     ) -> None:
         """Computes every sample's features once, into memory or a file of `directory`.
 
-        A finished file of the same `key` (data, target, taps) is taken as it is; only otherwise is
-        `worker` called for one to compute with. `progress(done, total)` counts tokens. Raises
-        ConfigError when there is no room; nothing is allocated before that is known.
+        A finished file of the same `key` (data, target, taps) is compared with its hashes and taken as
+        it is; one that does not fit them is recorded and made anew. Only to compute is `worker` called.
+        `progress(done, total)` counts tokens, compared or computed. Raises ConfigError when there is no
+        room; nothing is allocated before that is known.
         """
         if directory is None:
             _check_room(self._size, free_host_bytes(), "memory", "features.source=disk or online")
             self._store = torch.empty(self._size.tokens, self.width, dtype=self.dtype)
-            self._compute(worker(), progress)
+            for _ in self._computed(worker(), progress):
+                pass
             return
-        path = directory / f"features-{key}.rows"
-        directory.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size == self._size.bytes:
-            self._store = self._mapped(path)
-            return
-        # Under a name of this process until it is whole: others may fill the same directory.
-        part = directory / f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp"
-        _remove_abandoned(path)
-        free = shutil.disk_usage(directory).free
+        row_bytes = self.width * self.dtype.itemsize
+        file = FeatureFile(
+            directory / f"features-{key}.rows",
+            f"{key} {self.dtype} {self.width}",
+            [row_bytes * length for length in self._lengths],
+        )
+        with _usable(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            if file.path.exists() and self._is_whole(file, progress, choices):
+                self._store = self._mapped(file.path, shared=False)
+                return
+            file.remove_abandoned()
+            free = shutil.disk_usage(directory).free
         _check_room(self._size, free, f"disk at {directory}", "features.dir or source=online")
-        _reserve(part, self._size)
-        try:
-            self._store = self._mapped(part)
-            self._compute(worker(), progress)
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            with _usable(directory):
+                part = stack.enter_context(file.part())
+            self._store = self._mapped(part[0], shared=True)
+            digests = [b""] * len(self._lengths)
+            hashers = stack.enter_context(Hashers())
+            for members in self._computed(worker(), progress):
+                found = hashers.digests([self.rows(member) for member in members])
+                for member, digest in zip(members, found, strict=True):
+                    digests[member] = digest
+            with _usable(directory):
+                file.finish(part, digests)
 
-    def _mapped(self, path: Path) -> Tensor:
+    def _is_whole(
+        self, file: FeatureFile, progress: Callable[[int, int], None], choices: Choices
+    ) -> bool:
+        """Whether the file can be taken; one that cannot is recorded, and removed."""
+        total = self._size.tokens
+        damage = file.damage(lambda sample: progress(self._offsets[sample + 1], total))
+        if damage is None:
+            return True
+        choices.record(
+            "features.source",
+            wanted=f"the features in {file.path}",
+            got="features computed anew",
+            reason=damage,
+            fallback=True,
+        )
+        file.path.unlink(missing_ok=True)
+        return False
+
+    def _mapped(self, path: Path, *, shared: bool) -> Tensor:
+        """The file's rows; one that is not `shared` may be another user's, and is never written."""
         flat = torch.from_file(
-            str(path), shared=True, size=self._size.tokens * self.width, dtype=self.dtype
+            str(path), shared=shared, size=self._size.tokens * self.width, dtype=self.dtype
         )
         return flat.view(-1, self.width)
 
-    def _compute(self, worker: FeatureWorker, progress: Callable[[int, int], None]) -> None:
+    def _computed(
+        self, worker: FeatureWorker, progress: Callable[[int, int], None]
+    ) -> Iterator[tuple[int, ...]]:
+        """Fills the store; gives the members that were filled, pack by pack."""
         worker.warm()
         finished = 0
         for pack in _groups(self._lengths, range(len(self._lengths)), len(worker.row)):
@@ -160,6 +193,7 @@ class FeatureCache:
                 end = begin + self._lengths[member]
                 self.rows(member).copy_(rows[begin:end])
                 begin = end
+            yield pack.members
             finished += pack.tokens
             progress(finished, self._size.tokens)
 
@@ -217,35 +251,15 @@ def _groups(lengths: Sequence[int], members: Sequence[int], token_budget: int) -
         yield Pack(tuple(group), tokens)
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Frees what fills of `path` left behind whose process, on this machine, is gone."""
-    host = socket.gethostname()
-    for part in path.parent.glob(f".{path.name}.{host}.*.tmp"):
-        number = part.name.removesuffix(".tmp").rpartition(".")[2]
-        if number.isdigit() and not _runs(int(number)):
-            part.unlink(missing_ok=True)
-
-
-def _runs(process: int) -> bool:
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Says what the disk refused in words of the configuration."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
-
-
-def _reserve(path: Path, size: FeatureSize) -> None:
-    # Writing into a mapping that the disk cannot back kills the process, so it is backed now.
-    try:
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size.bytes)
+        yield
     except OSError as error:
-        path.unlink(missing_ok=True)
         raise ConfigError(
-            f"the feature cache of {size.gib:.1f} GiB cannot be made at {path}: {error.strerror}; "
-            "use another features.dir or features.source=online"
+            f"the feature cache cannot be made in {directory}: {error.strerror or error}; use another "
+            "features.dir or features.source=online"
         ) from None
 
 

@@ -11,6 +11,7 @@ import torch
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.conversations import write_rejects
+from draftline.locks import hold
 from draftline.model.target import Target
 from draftline.runlog import RunLog, provenance, source_diff
 from draftline.runtime.compiled import CompileGate
@@ -39,7 +40,8 @@ def train(
 
     `resume` continues the newest whole checkpoint of `run.dir`, bit for bit on a CPU; without it the
     directory must hold none. `inputs` are those of `prepare(config)` and `target` the loaded target
-    when the caller has them. Under torchrun every machine calls this. Raises the errors of its
+    when the caller has them. Under torchrun every machine calls this. A
+    directory that another training is writing is a ConfigError that names it. Raises the errors of its
     parts; a failed step raises RunError and leaves the last checkpoint.
     """
     choices = choices or Choices(strict=config.run.strict_choices)
@@ -49,13 +51,24 @@ def train(
     nodes = Nodes.from_environment(kind, config.topology.deadline_s)  # type: ignore[arg-type]
     with nodes or contextlib.nullcontext():
         try:
-            return _train(config, resume, accept_changes, choices, inputs, target, nodes, kind)
+            with _alone(config, nodes):
+                return _train(config, resume, accept_changes, choices, inputs, target, nodes, kind)
         except Exception as error:
             if nodes is not None:
                 nodes.fail(str(error))
             if isinstance(error, torch.OutOfMemoryError):
                 raise out_of_memory("before the first step", error) from error
             raise
+
+
+def _alone(config: Config, nodes: Nodes | None) -> contextlib.AbstractContextManager[None]:
+    """Keeps a second training out of the run directory. The first machine holds it for all: the others
+    write below it, and start and end with it."""
+    if nodes is not None and not nodes.is_first:
+        return contextlib.nullcontext()
+    directory = Path(config.run.dir)
+    instead = "choose another with run.dir=PATH"
+    return hold(directory / ".lock", f"run directory {directory}", instead)
 
 
 def _train(

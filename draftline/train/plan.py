@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from draftline.config import Config
+from draftline.config_sections import MOST_STEPS
 from draftline.data.packing import PackPlan
 from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
@@ -155,6 +156,11 @@ def plan_run(
     if steps is None:
         assert config.train.epochs is not None, "the configuration demands one of the two"
         steps = max(1, round(config.train.epochs * len(packs.packs) / together))
+        if steps > MOST_STEPS:
+            raise ConfigError(
+                f"train.epochs={config.train.epochs:g} are {steps} steps over {len(packs.packs)} packs, "
+                f"and a run has at most {MOST_STEPS}; lower it"
+            )
     parameters = inputs.shape.num_parameters
     soft = config.loss.soft_labels > 0
     cached = config.features.source != "online"
@@ -261,9 +267,14 @@ def _check_host(heldout: HeldOutCost | None) -> None:
 
 def _check_disk(plan: Plan, directory: Path) -> None:
     there = directory
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    try:
+        while not there.exists():
+            there = there.parent
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={str(directory)[:200]} cannot be used: {error.strerror}"
+        ) from None
     if plan.disk_bytes > free:
         raise ConfigError(
             f"checkpoints need {plan.disk_bytes / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free "

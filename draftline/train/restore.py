@@ -14,7 +14,7 @@ from draftline.config_file import build_config
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
-from draftline.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from draftline.train.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint
 
 _FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template")
 
@@ -54,9 +54,10 @@ class Restored:
 
 
 def restore(path: Path, overrides: list[str] | None = None) -> Restored:
-    """The newest whole checkpoint of run directory `path`, or the checkpoint `path` itself.
+    """The newest checkpoint of run directory `path`, or the checkpoint `path` itself.
 
-    `overrides` change its configuration. Raises CheckpointError or ConfigError.
+    `overrides` change its configuration. Raises CheckpointError or ConfigError; CheckpointError too where
+    the newest is damaged, since another one's numbers would pass for its.
     """
     fixed = [o for o in overrides or [] if not o.startswith(_FREE_KEYS)]
     if fixed:
@@ -64,14 +65,14 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
             f"{', '.join(fixed)}: fixed by the training of {path}; only evaluate.*, run.*, "
             "target.path, target.dtype and data.template can be changed afterwards"
         )
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a run directory or a checkpoint")
-    if (path / "state.json").exists():
+    names = _names(path)
+    # A checkpoint that has lost one of these is a damaged checkpoint all the same.
+    if {"state.json", "state.json.sha256", "drafter.safetensors"} & names:
         checkpoint = load_checkpoint(path)
-    elif (path / "checkpoints").is_dir():
-        checkpoint = latest_checkpoint(path / "checkpoints")
+    elif "checkpoints" in names:
+        checkpoint = _newest(path / "checkpoints")
     else:
-        unfinished = (path / "config.yaml").exists()
+        unfinished = "config.yaml" in names
         what = (
             "a run without a checkpoint yet"
             if unfinished
@@ -91,4 +92,27 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} was written by another version of draftline: {error}"
+        ) from None
+
+
+def _newest(directory: Path) -> Checkpoint:
+    paths = checkpoint_paths(directory)
+    if not paths:
+        raise CheckpointError(f"no checkpoint in {directory}")
+    try:
+        return load_checkpoint(paths[0])
+    except CheckpointError as error:
+        instead = f"; to take the one before it, give {paths[1]}" if len(paths) > 1 else ""
+        raise CheckpointError(f"{error}{instead}") from None
+
+
+def _names(path: Path) -> set[str]:
+    """What lies in `path`; raises ConfigError where that cannot be seen."""
+    try:
+        return {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give a run directory or a checkpoint") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give a run directory or a checkpoint"
         ) from None

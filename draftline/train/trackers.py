@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draftline.errors import ConfigError
 from draftline.runlog import RunLog
 
+log = logging.getLogger(__name__)
+
 
 class Trackers:
-    """Sends each metrics line everywhere; a context manager that owns the writers."""
+    """Sends each metrics line everywhere; a context manager that owns the writers.
+
+    A tracker that fails, as on a full disk, is dropped: said once, and the run goes on without it. The
+    JSONL log counts the lines it loses and goes on too.
+    """
 
     def __init__(
         self,
@@ -26,25 +39,16 @@ class Trackers:
         *,
         quiet: bool = False,
     ) -> None:
-        """`names` are those of train.trackers; `quiet` shows nothing on the terminal."""
-        self._runlog = runlog
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        if "tensorboard" in names:
-            from torch.utils.tensorboard import SummaryWriter
+        """`names` are those of train.trackers; `quiet` shows nothing on the terminal.
 
-            self._tensorboard = SummaryWriter(str(runlog.directory / "tensorboard"))
+        Raises ConfigError for a tracker that cannot be started.
+        """
+        self._runlog = runlog
+        self._trackers: dict[str, TensorBoardFile | WandbRun] = {}
+        if "tensorboard" in names:
+            self._trackers["tensorboard"] = TensorBoardFile(runlog.directory / "tensorboard")
         if "wandb" in names:
-            try:
-                import wandb
-            except ImportError:
-                raise ConfigError(
-                    "train.trackers names wandb, which is not installed: "
-                    "pip install 'draftline[wandb]'"
-                ) from None
-            self._wandb = wandb.init(
-                project="draftline", dir=str(runlog.directory), config=dict(config)
-            )
+            self._trackers["wandb"] = WandbRun(runlog.directory, config)
         self._bar = None if quiet else TerminalProgress(total)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -53,14 +57,30 @@ class Trackers:
         flat = {k: v for k, v in values.items() if isinstance(v, int | float)}
         for slot, accuracy in enumerate(values.get("slot_accuracy", ()), 1):
             flat[f"slot_accuracy/{slot}"] = accuracy
-        finite = {k: v for k, v in flat.items() if math.isfinite(v)}
-        if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(finite, step=step)
-        if self._bar is not None:
-            self._bar.update(step, values)
+        finite = {k: float(v) for k, v in flat.items() if math.isfinite(v)}
+        for name, tracker in list(self._trackers.items()):
+            if not self._works(name, partial(tracker.write, step, finite)):
+                del self._trackers[name]
+        if self._bar is not None and not self._works(
+            "the terminal", partial(self._bar.update, step, values)
+        ):
+            self._bar = None
+
+    def _works(self, name: str, call: Callable[[], None]) -> bool:
+        # Whatever a library raises, from a network or a service of its own: no number of a tracker is
+        # worth the run.
+        try:
+            call()
+        except Exception as error:
+            words = error.strerror if isinstance(error, OSError) else None
+            log.warning(
+                "%s failed (%s); the run goes on without it, and metrics.jsonl keeps the numbers",
+                name,
+                words or f"{type(error).__name__}: {error}",
+            )
+            self._runlog.event("tracker_dropped", {"tracker": name, "error": str(error)})
+            return False
+        return True
 
     def __enter__(self) -> Trackers:
         if self._bar is not None:
@@ -74,18 +94,98 @@ class Trackers:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
+            self._works("the terminal", self._bar.stop)
+        for name, tracker in self._trackers.items():
+            self._works(name, partial(tracker.close, failed=kind is not None))
+
+
+class TensorBoardFile:
+    """An event file that TensorBoard reads, written by whoever calls.
+
+    torch's SummaryWriter writes on a thread of its own, whose errors come late, once as a traceback and
+    once out of a later call.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event = Event
+        now = time.time()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{int(now):010d}.draftline.{os.getpid()}"
+            self._file = (directory / name).open("ab")
+        except OSError as error:
+            raise ConfigError(
+                f"train.trackers: {directory} cannot be written ({error.strerror}); make room or set "
+                "train.trackers=[]"
+            ) from None
+        self._records = RecordWriter(self._file)
+        self._header: Event | None = Event(wall_time=now, file_version="brain.Event:2")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One event with every value, on its way to the disk when this returns; raises OSError."""
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in values.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        try:
+            if self._header is not None:
+                self._put(self._header)
+                self._header = None
+            self._put(event)
+            self._file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            raise
+
+    def _put(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+    def close(self, *, failed: bool) -> None:
+        self._file.close()
+
+
+class WandbRun:
+    """A run at Weights & Biases."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "train.trackers names wandb, which is not installed: pip install 'draftline[wandb]'"
+            ) from None
+        try:
+            self._run: Any = wandb.init(
+                project="draftline", dir=str(directory), config=dict(config)
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"train.trackers: wandb cannot be started ({error}); try `wandb login`, or set "
+                "train.trackers=[tensorboard]"
+            ) from None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+class _Console(Console):
+    """Standard error, of which a reader that went away ends nothing."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class TerminalProgress:
     """A bar on a terminal; a line now and then where the output is a file."""
 
     def __init__(self, total: int, every: int = 20) -> None:
-        self._console = Console(stderr=True)
+        self._console = _Console(stderr=True)
         self._total = total
         self._lines = max(1, total // every)
         self._next_line = 0

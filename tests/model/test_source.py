@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from fakes import SPECIAL, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from draftline.errors import TargetError
+from draftline.model.converted import damage, making
 from draftline.model.source import BUILTIN_TARGET, cache_dir, resolve_target
 from draftline.model.target import load_target
 
@@ -104,6 +109,86 @@ def test_a_gguf_file_is_converted_once_and_computes_the_same(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     first = resolve_target(str(path))
     assert [p.name for p in Path(first).parent.iterdir()] == [Path(first).name], "scratch left over"
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> tuple[Path, Path]:
+    """A GGUF file and its conversion."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=ROWS))
+    return path, Path(resolve_target(str(path)))
+
+
+def test_no_byte_of_a_conversion_is_outside_of_a_hash(
+    converted: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flipped weight would be a silently wrong target."""
+    _, directory = converted
+    names = {p.name for p in directory.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "draftline.json"} <= names
+    for name in sorted(names):
+        file = directory / name
+        whole = file.read_bytes()
+        for at in (0, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+            assert damage(directory, weights=True) is not None, (name, at)
+        file.unlink()
+        assert name in str(damage(directory, weights=True))
+        file.write_bytes(whole)
+    assert damage(directory, weights=True) is None
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "draftline.json"])
+def test_a_damaged_conversion_is_made_anew_and_said(
+    converted: tuple[Path, Path], caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    path, directory = converted
+    whole = (directory / file).read_bytes()
+    at = len(whole) // 2
+    (directory / file).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert resolve_target(str(path), weights=True) == str(directory)
+    assert f"{directory} is not whole ({file}" in caplog.text
+    assert (directory / file).read_bytes() == whole
+    assert [p.name for p in directory.parent.iterdir()] == [directory.name]
+    caplog.clear()
+    resolve_target(str(path), weights=True)
+    assert not caplog.text
+
+
+def test_a_whole_conversion_of_another_process_stays(converted: tuple[Path, Path]) -> None:
+    _, directory = converted
+    before = {p.name: p.stat().st_ino for p in directory.iterdir()}
+    with making(directory) as scratch:
+        (scratch / "config.json").write_text("{}")
+    assert {p.name: p.stat().st_ino for p in directory.iterdir()} == before
+
+
+def test_what_a_killed_conversion_left_goes(converted: tuple[Path, Path]) -> None:
+    _, directory = converted
+    host = socket.gethostname()
+    dead, busy = (directory.with_name(f".{directory.name}.{host}.{n}") for n in (1, 2))
+    for left in (dead, busy):
+        left.mkdir()
+        (left / ".lock").touch()
+        (left / "model.safetensors").write_bytes(b"half")
+    with (busy / ".lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with making(directory):
+            pass
+    assert not dead.exists()
+    assert busy.exists()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_conversion_is_for_whom_the_umask_lets(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with making(tmp_path / "targets" / "x") as scratch:
+            save_file({"a": torch.ones(1)}, scratch / "model.safetensors")
+    finally:
+        os.umask(before)
+    made = tmp_path / "targets" / "x"
+    assert {p.stat().st_mode & 0o777 for p in made.iterdir()} == {0o666 & ~mask}
+    assert made.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 def test_another_file_of_the_same_name_size_and_beginning_is_another_target(

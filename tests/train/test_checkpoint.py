@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
+import subprocess
+import tempfile
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,8 @@ from draftline.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+
+FILES = ["drafter.safetensors", "optimizer.safetensors", "state.json", "state.json.sha256"]
 
 
 def tensors(value: float) -> dict[str, dict[str, Tensor]]:
@@ -46,7 +53,7 @@ def names(directory: Path) -> list[str]:
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     path = save(tmp_path / "new", 7)
     assert path == tmp_path / "new" / "step-00000007"
-    assert names(path) == ["drafter.safetensors", "optimizer.safetensors", "state.json"]
+    assert names(path) == FILES
     loaded = load_checkpoint(path)
     assert (loaded.path, loaded.step) == (path, 7)
     assert loaded.state["epoch"] == 1
@@ -124,6 +131,141 @@ def test_a_damaged_state_is_damage_too(tmp_path: Path, text: str) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         load_checkpoint(state.parent)
     assert latest_checkpoint(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_byte_of_a_checkpoint_is_outside_of_a_hash(tmp_path: Path, file: str) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / file
+    whole = path.read_bytes()
+    places = range(len(whole)) if len(whole) < 100 else range(0, len(whole), len(whole) // 40)
+    for at in (*places, len(whole) - 1):
+        for bit in (0, 5):  # the 5th turns a into A
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            with pytest.raises(
+                CheckpointError, match=r"step-00000002 is damaged: state\.json|drafter|opt"
+            ):
+                load_checkpoint(path.parent)
+            assert latest_checkpoint(tmp_path).step == 1
+    for longer_or_shorter in (whole + b"\n", whole[:-1], b""):
+        path.write_bytes(longer_or_shorter)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_checkpoint(path.parent)
+    path.write_bytes(whole)
+    assert load_checkpoint(path.parent).step == 2
+
+
+def test_the_files_of_two_checkpoints_are_no_checkpoint(tmp_path: Path) -> None:
+    one, two = (save(tmp_path, step) for step in (1, 2))
+    for file in FILES:
+        mine = (two / file).read_bytes()
+        (two / file).write_bytes((one / file).read_bytes())
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_checkpoint(two)
+        (two / file).write_bytes(mine)
+    assert load_checkpoint(two).step == 2
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_is_gone_is_named(tmp_path: Path, file: str) -> None:
+    path = save(tmp_path, 1)
+    (path / file).unlink()
+    with pytest.raises(CheckpointError, match=rf"step-00000001 is damaged.*{file}"):
+        load_checkpoint(path)
+
+
+def test_the_seal_is_what_sha256sum_reads(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    done = subprocess.run(
+        ["sha256sum", "-c", "state.json.sha256"], cwd=path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "state.json: OK\n")
+
+
+def reseal(path: Path, state: dict[str, Any]) -> None:
+    text = json.dumps(state)
+    (path / "state.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / "state.json.sha256").write_text(f"{digest}  state.json\n")
+
+
+def test_other_formats_are_refused_by_their_number(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    state = json.loads((path / "state.json").read_text())
+    assert state["format"] == 2
+    reseal(path, state | {"format": 3})
+    with pytest.raises(CheckpointError, match="has format 3, this draftline reads 2"):
+        load_checkpoint(path)
+    (path / "state.json.sha256").unlink()
+    del state["format"]
+    state["provenance"] = {"commit": "abc123"}
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"format 1.*no hash.*\(commit abc123\)"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002, 0o027])
+def test_files_are_for_whom_the_umask_lets(tmp_path: Path, mask: int) -> None:
+    """safetensors writes for its owner only, whatever the umask says."""
+    before = os.umask(mask)
+    try:
+        path = save(tmp_path / "run", 1)
+    finally:
+        os.umask(before)
+    assert {p.name: p.stat().st_mode & 0o777 for p in path.iterdir()} == dict.fromkeys(
+        FILES, 0o666 & ~mask
+    )
+    assert path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def as_nobody(call: Callable[[], object], shut: Path) -> str:
+    """What `call` raises for a user who may not read `shut`, which is everybody but a superuser."""
+    mode = shut.stat().st_mode
+    shut.chmod(0)
+    uid = os.geteuid()
+    if uid == 0:
+        os.seteuid(65534)
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if uid == 0:
+            os.seteuid(0)
+        shut.chmod(mode)
+    return "nothing"
+
+
+@pytest.mark.parametrize("file", [*FILES, ""])
+def test_what_may_not_be_read_is_not_called_damaged(file: str) -> None:
+    # Not below pytest's own folder, which is its owner's alone.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        save(Path(folder), 1)
+        path = save(Path(folder), 2)
+        for call in (partial(load_checkpoint, path), partial(latest_checkpoint, path.parent)):
+            said = as_nobody(call, path / file)
+            assert said.startswith(f"ConfigError: checkpoint {path} cannot be read by user ")
+            assert "Permission denied" in said
+            assert "chmod" in said
+        assert load_checkpoint(path).step == 2
+
+
+def test_a_directory_that_may_not_be_listed_is_not_an_empty_one() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        directory = Path(folder) / "checkpoints"
+        save(directory, 1)
+        assert "Permission denied" in as_nobody(partial(checkpoint_paths, directory), directory)
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    left = tmp_path / ".step-00000007.tmp"
+    left.mkdir()
+    (left / "drafter.safetensors").write_bytes(b"half")
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_nothing_whole_is_an_error_that_names_all(tmp_path: Path) -> None:

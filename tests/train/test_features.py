@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import socket
 import subprocess
@@ -20,7 +22,7 @@ from draftline.choices import Choices
 from draftline.data.batches import derive_table
 from draftline.data.packing import Pack
 from draftline.data.tokens import Sample
-from draftline.errors import ConfigError
+from draftline.errors import ConfigError, FallbackError
 from draftline.model.target import Target
 from draftline.train import features as module
 from draftline.train.features import CachedFeatures, FeatureCache, feature_size, measure
@@ -67,10 +69,15 @@ def fill(
     last_hidden: bool = True,
     budget: int = BUDGET,
     progress: Callable[[int, int], None] = quiet,
+    choices: Choices | None = None,
 ) -> FeatureCache:
     cache = FeatureCache(target, samples, last_hidden=last_hidden)
     cache.fill(
-        lambda: online(target, last_hidden=last_hidden, budget=budget), folder, key, progress
+        lambda: online(target, last_hidden=last_hidden, budget=budget),
+        folder,
+        key,
+        progress,
+        choices or Choices(strict=True),
     )
     return cache
 
@@ -149,14 +156,16 @@ def test_only_an_unfinished_cache_asks_for_a_worker(
         raise AssertionError("a worker was built although the cache is there")
 
     second = FeatureCache(target, samples, last_hidden=True)
-    second.fill(forbidden, tmp_path, "one", quiet)
+    second.fill(forbidden, tmp_path, "one", quiet, Choices())
     mine, theirs = reader(first), reader(second)
     for pack in PACKS:
         mine.run(samples, pack)
         theirs.run(samples, pack)
         assert torch.equal(mine.row, theirs.row)
     with pytest.raises(AssertionError, match="worker was built"):
-        FeatureCache(target, samples, last_hidden=True).fill(forbidden, tmp_path, "other", quiet)
+        FeatureCache(target, samples, last_hidden=True).fill(
+            forbidden, tmp_path, "other", quiet, Choices()
+        )
 
 
 @pytest.mark.parametrize("damage", ["interrupted", "cut", "cut and interrupted"])
@@ -173,8 +182,122 @@ def test_an_unfinished_file_is_filled_anew(
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            fill(target, samples, tmp_path, progress=killed)
-    check(fill(target, samples, tmp_path), target, samples)
+            fill(target, samples, tmp_path, progress=killed, choices=Choices())
+    check(fill(target, samples, tmp_path, choices=Choices()), target, samples)
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << at % 8
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("eighth", range(8))
+def test_a_byte_that_the_disk_changed_is_never_trained_on(
+    target: Target, samples: list[Sample], tmp_path: Path, eighth: int
+) -> None:
+    """Somewhere in the features and, in the last case, in the hashes behind them."""
+    path = tmp_path / "features-k.rows"
+    fill(target, samples, tmp_path)
+    whole = path.read_bytes()
+    flipped(path, eighth * (len(whole) - 1) // 7)
+    with pytest.raises(FallbackError, match="hash"):
+        fill(target, samples, tmp_path)
+    choices = Choices()
+    cache = fill(target, samples, tmp_path, choices=choices)
+    [choice] = choices.entries
+    assert choice.fallback
+    assert str(path) in choice.wanted
+    assert "hash" in choice.reason
+    assert path.read_bytes() == whole
+    check(cache, target, samples)
+
+
+def test_every_hash_behind_the_features_is_itself_covered(
+    target: Target, samples: list[Sample], tmp_path: Path
+) -> None:
+    path = tmp_path / "features-k.rows"
+    rows = feature_size(target, sum(LENGTHS), last_hidden=True).bytes
+    fill(target, samples, tmp_path)
+    whole = path.read_bytes()
+    for at in range(rows, len(whole)):
+        flipped(path, at)
+        with pytest.raises(FallbackError, match="hash"):
+            fill(target, samples, tmp_path)
+        path.write_bytes(whole)
+
+
+def exchange(path: Path, other: Path) -> None:
+    shutil.copy(other, path)
+
+
+def join(path: Path, other: Path) -> None:
+    """The first half of one and the second of another of the same size."""
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(mine[: len(mine) // 2] + theirs[len(mine) // 2 :])
+
+
+def strip(path: Path, _other: Path) -> None:
+    """What a version wrote that had no hashes."""
+    path.write_bytes(path.read_bytes()[: -16 * len(LENGTHS) - 32])
+
+
+def lengthen(path: Path, _other: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"0")
+
+
+@pytest.mark.parametrize("damage", [exchange, join, strip, lengthen])
+def test_a_file_that_is_another_is_made_anew(
+    target: Target,
+    samples: list[Sample],
+    tmp_path: Path,
+    damage: Callable[[Path, Path], None],
+) -> None:
+    path, other = (tmp_path / f"features-{key}.rows" for key in ("k", "other"))
+    fill(target, samples, tmp_path)
+    whole = path.read_bytes()
+    fill(target, samples, tmp_path, "other")
+    damage(path, other)
+    choices = Choices()
+    fill(target, samples, tmp_path, choices=choices)
+    assert [choice.what for choice in choices.entries] == ["features.source"]
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_is_not_ours_to_write_is_read(
+    target: Target, samples: list[Sample], tmp_path: Path
+) -> None:
+    path = tmp_path / "features-k.rows"
+    first = fill(target, samples, tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+    path.chmod(0o444)
+    second = fill(target, samples, tmp_path)
+    for member in range(len(LENGTHS)):
+        assert torch.equal(first.rows(member), second.rows(member))
+    second.rows(1).zero_()  # a reader's own pages
+    fill(target, samples, tmp_path)
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def test_a_disk_that_refuses_is_said_in_words(
+    target: Target, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be made in .*features\.dir"):
+        fill(target, samples, tmp_path / "file" / "cache")
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*features\.source=online"):
+        fill(target, samples, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_remains_of_an_interrupted_fill_count_as_free_space(
@@ -196,8 +319,14 @@ def test_the_remains_of_an_interrupted_fill_count_as_free_space(
     (tmp_path / abandoned).write_bytes(bytes(size.bytes))
     other = tmp_path / ".features-k.rows.elsewhere.1.tmp"
     other.write_bytes(b"of another machine")
-    fill(target, samples, tmp_path)
-    assert sorted(f.name for f in tmp_path.iterdir()) == [other.name, "features-k.rows"]
+    busy = tmp_path / f".features-k.rows.{socket.gethostname()}.1.tmp"
+    with busy.open("wb") as file:
+        file.write(b"of another fill")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fill(target, samples, tmp_path)
+    names = {f.name for f in tmp_path.iterdir()}
+    assert names == {busy.name, other.name, "features-k.rows"}
 
 
 def test_a_fill_that_fails_leaves_nothing_that_looks_finished(
@@ -207,7 +336,7 @@ def test_a_fill_that_fails_leaves_nothing_that_looks_finished(
         raise ValueError("in the middle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.FeatureCache, "_compute", broken)
+        patch.setattr(module.FeatureCache, "_computed", broken)
         with pytest.raises(ValueError, match="in the middle"):
             fill(target, samples, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -237,7 +366,8 @@ def test_sizes_are_those_of_the_file(target: Target, samples: list[Sample], tmp_
         size = feature_size(target, sum(LENGTHS), last_hidden=last_hidden)
         built = fill(target, samples, tmp_path, str(last_hidden), last_hidden=last_hidden)
         assert size.width == built.width
-        assert size.bytes == (tmp_path / f"features-{last_hidden}.rows").stat().st_size
+        file = tmp_path / f"features-{last_hidden}.rows"
+        assert size.bytes + 16 * len(LENGTHS) + 32 == file.stat().st_size
     assert size.gib == size.bytes / 2**30
 
 

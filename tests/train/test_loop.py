@@ -23,13 +23,15 @@ from runs import (
     worker_threads,
     write_talks,
 )
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError
-from draftline.train.checkpoint import checkpoint_paths
+from draftline.train.checkpoint import CheckpointWriter, checkpoint_paths
 from draftline.train.inputs import open_target, prepare
 from draftline.train.loop import train
+from draftline.train.restore import restore
 from draftline.train.step import TrainStep
 
 
@@ -257,3 +259,103 @@ def test_a_mask_row_that_was_not_at_hand_before_is_checked_once_it_is_loaded(
         target.embedding[inputs.shape.mask_token_id] = 0
     with pytest.raises(ConfigError, match="embedding row of zeros"):
         train(settings, inputs=inputs, target=target)
+
+
+def test_a_second_training_of_a_directory_is_refused_and_the_first_untouched(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(config(run="whole"))
+    said: list[str] = []
+
+    def second(*_: Any) -> None:
+        if said:
+            return
+        for resume in (True, False):
+            try:
+                train(config("run.seed=4"), resume=resume)
+            except ConfigError as error:
+                said.append(str(error))
+
+    with monkeypatch.context() as patch:
+        before(patch, TrainStep, "update", second)
+        first = train(config())
+    assert len(said) == 2
+    assert all(f"is being written by process {os.getpid()} on" in text for text in said)
+    assert "run.dir=" in said[0]
+    assert_same(whole.checkpoint, first.checkpoint)
+    assert [e["event"] for e in events(first.run_dir)].count("start") == 1
+    assert not (first.run_dir / ".lock").exists()
+
+
+def test_a_run_is_read_while_it_trains(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def read(*_: Any) -> None:
+        directory = Path(config().run.dir)
+        if checkpoint_paths(directory / "checkpoints"):
+            seen.append(restore(directory).checkpoint.step)
+
+    with monkeypatch.context() as patch:
+        before(patch, TrainStep, "update", read)
+        train(config())
+    assert seen
+    assert set(seen) <= {3, 6}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_tracker_on_a_full_disk_does_not_end_a_run(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    whole = train(config(run="whole"))
+    if late:
+        after(
+            monkeypatch,
+            CheckpointWriter,
+            "save",
+            lambda *_: monkeypatch.setattr(RecordWriter, "write", full),
+        )
+    else:
+        monkeypatch.setattr(RecordWriter, "write", full)
+    done = train(config("train.trackers=[tensorboard]"))
+    assert (done.step, done.interrupted) == (8, False)
+    assert_same(whole.checkpoint, done.checkpoint)
+    assert [line["step"] for line in metrics(done.run_dir)] == [2, 4, 6, 8]
+    assert "tracker_dropped" in [e["event"] for e in events(done.run_dir)]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_what_a_run_leaves_is_for_whom_the_umask_lets(
+    config: Callable[..., Config], mask: int
+) -> None:
+    here = os.umask(mask)
+    try:
+        done = train(config("features.source=disk", "train.trackers=[tensorboard]"))
+    finally:
+        os.umask(here)
+    for path in (done.run_dir, *done.run_dir.rglob("*")):
+        wanted = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert path.stat().st_mode & 0o777 == wanted, path
+
+
+@pytest.mark.parametrize("file", ["state.json", "state.json.sha256", "optimizer.safetensors"])
+def test_one_changed_digit_is_passed_over_by_name(
+    config: Callable[..., Config], caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    """Every digit of a state looks as good as another."""
+    done = train(config())
+    path = done.run_dir / "checkpoints" / "step-00000008" / file
+    data = bytearray(path.read_bytes())
+    digits = [at for at, byte in enumerate(data) if byte in b"12345"]
+    at = digits[len(digits) // 2]
+    data[at] += 1
+    path.write_bytes(bytes(data))
+    again = train(config(), resume=True)
+    assert (again.step, again.interrupted) == (8, False)
+    assert f"step-00000008 is damaged: {file.removesuffix('.sha256')} does not have" in caplog.text
+    assert "falling back" in caplog.text
+    assert_same(train(config(run="whole")).checkpoint, again.checkpoint)

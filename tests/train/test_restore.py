@@ -118,3 +118,41 @@ def test_another_target_is_refused(tmp_path: Path, target: Target, drafter: Draf
     for other in (build_target(taps=(1, 2)), build_target(hidden=16), build_target(layers=5)):
         with pytest.raises(TargetError, match="trained for"):
             restored.check_target(other)
+
+
+@pytest.mark.parametrize("file", ["state.json", "state.json.sha256", "drafter.safetensors"])
+def test_a_damaged_checkpoint_is_refused_and_no_other_taken_for_it(
+    tmp_path: Path, target: Target, drafter: Drafter, file: str
+) -> None:
+    older = save(tmp_path, 1, target, drafter)
+    newer = save(tmp_path, 2, target, drafter)
+    data = (newer / file).read_bytes()
+    for content in (data[:-3] + b"0" + data[-2:], data[:10], None):
+        (newer / file).unlink(missing_ok=True)
+        if content is not None:
+            (newer / file).write_bytes(content)
+        with pytest.raises(CheckpointError, match="step-00000002 is damaged"):
+            restore(newer)
+        with pytest.raises(CheckpointError, match=rf"step-00000002 is damaged.*give {older}"):
+            restore(tmp_path)
+    assert restore(older).checkpoint.step == 1
+
+
+def test_a_changed_rope_base_is_not_exported(
+    tmp_path: Path, target: Target, drafter: Drafter
+) -> None:
+    """It has the same length and is as good JSON as before."""
+    path = save(tmp_path, 1, target, drafter) / "state.json"
+    text = path.read_text()
+    assert text.count('"rope_theta": 10000.0') == 1
+    path.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 10001.0'))
+    with pytest.raises(CheckpointError, match=r"state\.json does not have the hash"):
+        restore(path.parent)
+
+
+def test_what_is_no_directory_is_the_users(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; give a run directory"):
+        restore(tmp_path / "gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file cannot be read: Not a directory"):
+        restore(tmp_path / "file")
