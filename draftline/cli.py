@@ -152,7 +152,12 @@ def regenerate(
     for reason, count in reading.counts().items():
         print(f"left out {count} rows: {reason}", file=sys.stderr)
     loaded = load_target(
-        target, device=pick_device(device, choices), dtype=dtype, num_taps=1, choices=choices
+        target,
+        device=pick_device(device, choices),
+        dtype=dtype,
+        num_taps=1,
+        context=max_prompt_tokens + max_new_tokens,
+        choices=choices,
     )
     done = run(
         reading.conversations[:limit],

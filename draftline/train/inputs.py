@@ -96,6 +96,7 @@ def open_target(
         taps=config.target.tap_layers,
         num_taps=config.target.num_taps,
         trust_remote_code=config.target.trust_remote_code,
+        context=config.data.max_length,
         choices=choices,
     )
 
@@ -160,7 +161,7 @@ def prepare(
         rows=reading.rows,
         supervised_tokens=tokenized.supervised_tokens,
         cut_turns=tokenized.cut_turns,
-        shape=build_shape(config, facts, mask_token),
+        shape=build_shape(config, facts, mask_token, choices),
         token_ids=token_ids,
         estimated=estimated,
     )

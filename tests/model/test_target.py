@@ -267,7 +267,7 @@ def test_a_replica_shares_weights_and_nothing_else(family: str, target_dir: Buil
         seen = twin.features(ids, last_hidden=last_hidden)
         for a, b in zip(wanted, seen, strict=True):
             assert a is b is None or torch.equal(a, b)  # type: ignore[arg-type]
-        assert target._tapped == twin._tapped == {}
+        assert target._tapped.tapped == twin._tapped.tapped == {}
     assert (twin.taps, twin.stop_ids, twin.tokenizer) == (target.taps, (9,), target.tokenizer)
     assert (twin.embed_scale, twin.head.softcap) == (target.embed_scale, target.head.softcap)
     again = twin.replica(CPU)
@@ -364,7 +364,7 @@ def test_a_target_that_spans_devices_computes_the_same(
     assert layers == [0, 1, 2, 3]
     assert others == []
     # Wherever the layers are, their outputs are brought to the target's own device.
-    target.device = torch.device("meta")
+    target._tapped.device = torch.device("meta")
     assert target.features(ids)[0].device.type == "meta"
 
 
