@@ -81,9 +81,9 @@ def _compare(decoder: Any) -> Fidelity:
         return Fidelity(untried=failure)
     name = type(decoder).__name__
     taps = range(len(twin.decoder.layers) - 1)
-    tapped = _tap(twin.decoder, taps, name)
     limits = ", ".join(f"{key}={value}" for key, value in twin.limits.items())
-    _compare_features(tapped, own, name, f"a small twin of it, {limits}" if limits else "")
+    tapped = _tap(twin.decoder, taps, name, limits)
+    _compare_features(tapped, own, name, limits)
     return Fidelity(undecodable=_try_cache(tapped, own))
 
 
@@ -97,13 +97,13 @@ def check_weights(tapped: TappedDecoder, own: OwnAnswers, name: str) -> Fidelity
     return Fidelity(undecodable=_try_cache(tapped, own))
 
 
-def _tap(decoder: Any, taps: Sequence[int], name: str) -> TappedDecoder:
+def _tap(decoder: Any, taps: Sequence[int], name: str, limits: str) -> TappedDecoder:
     try:
         return TappedDecoder(decoder, taps, torch.device("cpu"))
     except TargetError:
         raise
     except Exception as error:
-        raise TargetError(_crashed(name, error)) from None
+        raise TargetError(_crashed(name, limits, error)) from None
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def _compare_features(tapped: TappedDecoder, own: OwnAnswers, name: str, limits:
     except TargetError:
         raise
     except Exception as error:  # code that was not written for this attention
-        raise TargetError(_crashed(name, error)) from None
+        raise TargetError(_crashed(name, limits, error)) from None
     for row, (text, states) in enumerate(zip(own.texts, own.states, strict=True)):
         change = difference(together[row : row + 1, : text.shape[1]], _joined(tapped, states))
         if change > _tolerance(together):
@@ -192,10 +192,11 @@ def _refusal(name: str, change: float, beyond: str) -> str:
     )
 
 
-def _crashed(name: str, error: Exception) -> str:
+def _crashed(name: str, limits: str, error: Exception) -> str:
+    own = f"has rules of its own about positions ({limits}) and " if limits else ""
     return (
-        f"{name} does not run with draftline's attention, which is causal by itself and builds no mask "
-        f"for the model to change ({_said(error)}); such targets are not supported"
+        f"{name} {own}does not run with draftline's attention, which is causal by itself and builds no "
+        f"mask for the model to change ({_said(error)}); such targets are not supported"
     )
 
 

@@ -19,9 +19,12 @@ _MOST_PARAMETERS = 12_000_000
 # what it becomes. Texts longer than all of these are cheap.
 _LIMITS = (
     (r"original_max_position_embeddings", 16),
-    (r"(sliding|attention|keep|local|attn)\w*window\w*|window_size|local_attention", 8),
+    (
+        r"(sliding|attention|keep|local|attn)\w*window(_size)?|window_size|local_attention|dense_len",
+        8,
+    ),
     (r"attention_chunk_size|floor_scale|\w*n_floor", 8),
-    (r"index_topk\w*|sparse_topk\w*|\w*block_size", 4),
+    (r"index_topk\w*|sparse_topk\w*|topk|\w*block_size", 4),
 )
 _COUNTS = (
     (r"n_group|topk_group|num_expert_group|mamba_n_groups|n_groups", 1),
@@ -41,8 +44,8 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """`decoder` float32 with random weights; `limits` the numbers about positions that were made
-    smaller, by name, as the target has them."""
+    """`decoder` float32 with random weights; `limits` the numbers about positions, made
+    small in it, by name, as the target has them."""
 
     decoder: Any
     limits: dict[str, int]
@@ -148,15 +151,16 @@ def _each(value: Any, change: Callable[[int], int]) -> Any:
 
 def _shrink_numbers(tree: dict[str, Any], names: dict[str, str], limits: dict[str, int]) -> None:
     for key, value in tree.items():
-        name = names.get(key, key)
+        name = names.get(str(key), str(key))
+        if isinstance(value, dict) and name != "rope_parameters":
+            _shrink_numbers(value, names, limits)
         for pattern, most in (*_LIMITS, *_COUNTS):
             if re.fullmatch(pattern, name):
                 tree[key] = _each(value, lambda n, most=most: min(n, most))  # type: ignore[misc]
-                # A window that is not used is no limit.
-                if (pattern, most) in _LIMITS and tree[key] != value and isinstance(value, int):
+                if (pattern, most) in _LIMITS and isinstance(value, int):
                     limits[key] = value
                 break
-        if key.endswith("_token_id"):
+        if str(key).endswith("_token_id"):
             tree[key] = _each(value, lambda n: n % 4)
 
 

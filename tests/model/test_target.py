@@ -36,12 +36,12 @@ SUPPORTED = [
     "cohere",
     "deepseek_v3",
 ]
-# With a window wider than the sequence, which the cached forward demands.
+# Windows of 6 tokens and, where they are named here, wider than the text.
 DECODABLE: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
-    "mistral": {"sliding_window": 64},
-    "gemma3": {"sliding_window": 64},
+    "mistral": {},
+    "gemma3": {},
     "gemma3_with_vision": {"sliding_window": 64},
     "granite": {},
     "cohere": {},
@@ -442,12 +442,8 @@ def test_targets_whose_state_cannot_be_rewound_are_not_decodable(
 ) -> None:
     with pytest.raises(TargetError, match=r"linear_attention layers.*rewound.*vLLM or SGLang"):
         loaded("qwen3_5").check_decodable(10)
-    for family in ("mistral", "gemma3"):
-        loaded(family).check_decodable(6)
-        with pytest.raises(TargetError, match=r"needs 7 positions .* sliding window is 6"):
-            loaded(family).check_decodable(7)
-    loaded("llama").check_decodable(10**6)
-    loaded("qwen3").check_decodable(10**6)
+    for family in ("llama", "qwen3", "mistral", "gemma3"):
+        loaded(family).check_decodable(10**6)
 
 
 # Loading
