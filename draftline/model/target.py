@@ -136,7 +136,7 @@ class Target:
         kinds = set(getattr(self.text_config, "layer_types", None) or ())
         recurrent = sorted(k for k in kinds if "attention" not in k or "linear" in k)
         reason = self.fidelity.undecodable
-        if reason and recurrent:
+        if recurrent:
             reason = (
                 f"it has {', '.join(recurrent)} layers, whose state cannot be rewound when drafts are "
                 "rejected"
