@@ -16,12 +16,26 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """What was fixed: `kind` is the target's rope type, `longest` the last number of positions that
-    the table serves (None: any), `name` says which table it is."""
+    """What was fixed: `kind` is the target's rope type, `name` says which of its tables it is;
+    `switch` positions is where the target would change tables, which this one is `beyond` or not."""
 
     kind: str
     name: str
-    longest: int | None
+    switch: int
+    beyond: bool
+
+    @property
+    def longest(self) -> int | None:
+        """The most positions that the table serves; None for any number."""
+        return None if self.beyond else self.switch
+
+    @property
+    def serving(self) -> str:
+        """What a server must be told to use the same table."""
+        if self.kind == "longrope":
+            above = "above" if self.beyond else "at most"
+            return f"serve it with vLLM's --max-model-len {above} {self.switch}"
+        return "serve it with a context of the same length"
 
 
 @torch.no_grad()
@@ -64,7 +78,7 @@ def fix_rope(decoder: nn.Module, context: int | None) -> RopeTable | None:
         name = {"longrope": "long" if beyond else "short"}.get(
             kind, f"for {most} positions" if beyond else "plain"
         )
-        fixed = RopeTable(kind, f"the {name} table", None if beyond else original)
+        fixed = RopeTable(kind, f"the {name} table", original, beyond)
     return fixed
 
 

@@ -252,13 +252,13 @@ def load_target(
 def _record(target: Target, context: int | None, choices: Choices) -> None:
     """Enters what a target settled for itself."""
     if (rope := target.rope) is not None:
-        texts = "texts as long as it is made for" if context is None else f"{context} positions"
+        texts = "as long as it is made for" if context is None else f"of {context} positions"
         choices.record(
             "target.rope",
             wanted=f"one {rope.kind} table for every text",
             got=rope.name,
-            reason=f"{texts}; serve it with the same table: vLLM takes the long one where "
-            "--max-model-len is above original_max_position_embeddings",
+            reason=f"for texts {texts}, where the target changes tables after {rope.switch}; "
+            f"{rope.serving}",
         )
     if (untried := target.fidelity.untried) is not None:
         choices.record(

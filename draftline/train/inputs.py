@@ -208,6 +208,8 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     digest = hashlib.sha256()
     soft = config.loss.soft_labels > 0
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())
+    if target.rope is not None:
+        digest.update(str(target.rope).encode())
     # Of the target its weights count, not its path: files may move, or change behind a name. Some
     # values of every tensor are enough, since any further training moves nearly all of them.
     # On the host before they are joined: a target may span devices.

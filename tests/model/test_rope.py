@@ -11,10 +11,12 @@ from fakes import VOCAB_SIZE, tiny_tokenizer
 from torch import Tensor
 
 from draftline.choices import Choices
+from draftline.config_file import build_config as build_run
 from draftline.decode.chain import ChainDecoder
 from draftline.errors import TargetError
 from draftline.model.rope import fix_rope
 from draftline.model.target import Target, load_target
+from draftline.train.inputs import feature_key
 
 CPU = torch.device("cpu")
 TAPS = (1, 2)
@@ -104,6 +106,12 @@ def test_a_replica_has_the_same_table(name: str) -> None:
     assert torch.equal(twin.features(random_ids(SHORT))[0], target.features(random_ids(SHORT))[0])
 
 
+def test_cached_features_of_another_table_are_others() -> None:
+    run = build_run({"target": {"path": "x"}, "data": {"train": ["x"]}, "train": {"steps": 1}})
+    keys = [feature_key(run, [], tapped("phi3_longrope", context)) for context in (32, 33, 90)]
+    assert keys[0] != keys[1] == keys[2]
+
+
 def test_the_table_is_recorded_with_how_to_serve(tmp_path: Any) -> None:
     build_model("phi3_longrope").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -111,7 +119,7 @@ def test_the_table_is_recorded_with_how_to_serve(tmp_path: Any) -> None:
     load_target(str(tmp_path), device=CPU, taps=TAPS, context=32, choices=choices)
     (choice,) = [c for c in choices.entries if c.what == "target.rope"]
     assert choice.got == "the short table"
-    assert "--max-model-len" in choice.reason
+    assert "after 32; serve it with vLLM's --max-model-len at most 32" in choice.reason
     load_target(str(tmp_path), device=CPU, taps=TAPS, choices=choices)
     assert [c.got for c in choices.entries if c.what == "target.rope"] == [
         "the short table",
