@@ -112,6 +112,7 @@ def regenerate_command(
             dtype=dtype,
             num_taps=1,
             trust_remote_code=trust_remote_code,
+            context=max_prompt_tokens + max_new_tokens,
             choices=choices,
         )
         _say_unread(arguments, loaded.tokenizer.chat_template)

@@ -70,7 +70,7 @@ def target_attention(
 
     Without a mask it is causal (inside `sliding_window`, where a layer has one); padding on the right
     needs none. Raises TargetError for attention features that would change the result: score
-    soft-capping (Gemma 2) and attention sinks (gpt-oss).
+    soft-capping (Gemma 2), attention sinks (gpt-oss) and masks that a model made itself (Doge).
     """
     if softcap is not None or s_aux is not None:
         feature = "attention score soft-capping" if softcap is not None else "attention sinks"
@@ -79,6 +79,12 @@ def target_attention(
             "compute; such targets are not supported yet"
         )
     if attention_mask is not None:
+        if attention_mask.dtype != torch.bool or attention_mask.shape[1] != 1:
+            raise TargetError(
+                f"{type(module).__name__} makes an attention mask of its own "
+                f"({attention_mask.dtype} {list(attention_mask.shape)}), which draftline's target "
+                "attention does not take; such targets are not supported"
+            )
         output = dense_attention(query, key, value, attention_mask, scaling)
     elif sliding_window is not None and key.shape[2] > sliding_window:
         position = torch.arange(key.shape[2], device=key.device)

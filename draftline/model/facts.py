@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftline.errors import TargetError
+from draftline.model.fidelity import check_fidelity
 from draftline.model.probe import find_ends
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
@@ -87,7 +88,8 @@ def read_facts(
     """The facts of the target at `path` (see `resolve_target`), from its config and tokenizer.
 
     `device_type` (cpu, cuda) settles dtype=auto as `load_target` does. Raises TargetError where
-    they cannot be read or the taps do not fit; what only a forward shows is left to `load_target`.
+    they cannot be read, the taps do not fit, or features would not be the target's own (see
+    `check_fidelity`); what only its weights show is left to `load_target`.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -130,6 +132,7 @@ def _facts(
     num_layers = int(text.num_hidden_layers)
     layers = decoder_layers(model)
     embedding, head = find_ends(model)
+    check_fidelity(model.get_decoder())
     chosen = check_taps(taps, num_layers) if taps is not None else choose_taps(num_layers, num_taps)
     rows = embedding.weight
     embedding_bytes = _bytes([rows])

@@ -14,6 +14,10 @@ from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
 
 _INIT_STD = 0.02
+# FlashAttention, which servers run drafters with, ends there; wider targets get drafters of the
+# common size, as the published ones for Gemma 4 have it.
+_WIDEST_HEAD = 256
+_COMMON_HEAD = 128
 
 
 class TargetShape(Protocol):
@@ -27,22 +31,45 @@ class TargetShape(Protocol):
     def hidden_size(self) -> int: ...
 
 
-def build_shape(config: Config, target: TargetShape, mask_token_id: int) -> DrafterShape:
+def build_shape(
+    config: Config, target: TargetShape, mask_token_id: int, choices: Choices | None = None
+) -> DrafterShape:
     """The drafter's shape: what the configuration says, else what the target has.
 
-    The hidden size is always the target's, whose embedding and head the drafter borrows.
+    The hidden size is always the target's, whose embedding and head the drafter borrows. Where the
+    target's layers differ in their heads, those of full attention are taken, which is recorded.
+    Raises TargetError where the target has no number to take, ConfigError for heads that clash.
     """
     text = target.text_config
-    heads = config.drafter.num_heads or int(text.num_attention_heads)
-    kv_heads = config.drafter.num_kv_heads or int(getattr(text, "num_key_value_heads", heads))
+    heads = config.drafter.num_heads or _number(text, "num_attention_heads", "drafter.num_heads")
+    if not heads:
+        raise TargetError("the target has no number of attention heads; set drafter.num_heads")
+    kv_heads = config.drafter.num_kv_heads or (
+        _number(text, "num_key_value_heads", "drafter.num_kv_heads") or heads
+    )
     if heads % kv_heads:
         raise ConfigError(
             f"drafter.num_heads={heads} clashes with drafter.num_kv_heads={kv_heads}: query heads "
             "must be a multiple of KV heads (a null takes the target's number)"
         )
-    head_dim = config.drafter.head_dim or int(
-        getattr(text, "head_dim", None) or target.hidden_size // int(text.num_attention_heads)
-    )
+    head_dim = config.drafter.head_dim or _head_dim(text, target.hidden_size)
+    differing = getattr(text, "per_layer_attributes", None) or ()
+    taken = {
+        f"drafter.{ours}={value}"
+        for ours, name, value in (
+            ("head_dim", "head_dim", head_dim),
+            ("num_kv_heads", "num_key_value_heads", kv_heads),
+        )
+        if name in differing and getattr(config.drafter, ours) is None
+    }
+    if taken and choices is not None:
+        choices.record(
+            "drafter heads",
+            wanted="the target's",
+            got=", ".join(sorted(taken)),
+            reason="its layers differ; those of its full attention, and heads of at most "
+            f"{_WIDEST_HEAD}, which attention kernels can hold",
+        )
     width = config.drafter.intermediate_size or getattr(text, "intermediate_size", None)
     if not isinstance(width, int):
         raise TargetError(
@@ -64,6 +91,33 @@ def build_shape(config: Config, target: TargetShape, mask_token_id: int) -> Draf
         sliding_layers=config.drafter.sliding_layers,
         sliding_window=config.drafter.sliding_window,
     )
+
+
+def _number(text: Any, name: str, key: str) -> int | None:
+    """The number `name` of a target, that of its last full-attention layer where layers differ.
+
+    Raises TargetError, which names `key`, for a list of different numbers.
+    """
+    if name in (getattr(text, "per_layer_attributes", None) or ()):
+        kinds = list(getattr(text, "layer_types", None) or ())
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        text = text.per_layer_config[full[-1] if full else -1]
+    value = getattr(text, name, None)
+    if isinstance(value, list | tuple):
+        if len(set(value)) != 1:
+            raise TargetError(f"the target's {name} differs between its layers; set {key}")
+        value = value[0]
+    return None if value is None else int(value)
+
+
+def _head_dim(text: Any, hidden_size: int) -> int:
+    own = _number(text, "head_dim", "drafter.head_dim")
+    if own is None:
+        heads = _number(text, "num_attention_heads", "drafter.head_dim")
+        if not heads:
+            raise TargetError("the target has no head size; set drafter.head_dim")
+        return hidden_size // heads
+    return own if own <= _WIDEST_HEAD else _COMMON_HEAD
 
 
 def _rope_theta(text: object) -> float:

@@ -26,8 +26,9 @@ def replicate(model: Any, device: torch.device, *, without: Callable[..., Any]) 
     with torch.no_grad():
         twin = copy.deepcopy(model, memo)
     for module in twin.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if without(hook)]:
-            del module._forward_hooks[key]
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if without(hook)]:
+                del hooks[key]
     return twin
 
 

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
-from draftline.model.attention import TARGET_ATTENTION, target_attention
+from draftline.model.fidelity import check_fidelity, check_weights, own_answers
 from draftline.model.head import TargetEnds
 from draftline.model.kv_cache import StaticKV
 from draftline.model.probe import probe
 from draftline.model.replicate import replicate
+from draftline.model.rope import fix_rope
 from draftline.model.source import resolve_target
 from draftline.model.spread import spanning_map
+from draftline.model.tapped import TappedDecoder
 from draftline.model.taps import check_taps, choose_taps
 
 _DTYPES = ("auto", "float32", "bfloat16")
@@ -35,12 +37,23 @@ class Target:
     Attributes: `taps`, `hidden_size`, `num_layers`, `vocab_size` (head rows), `embedding`
     `[rows, hidden]` and `embed_scale` (block inputs are rows times scale), `head`, `stop_ids`,
     `tokenizer`, `text_config`, `layers` (decoder layers), `final_norm` (None where it is not called
-    `norm`), `dtype`, `device` (that of the ends and of every result), `devices` (all it spans).
+    `norm`), `dtype`, `device` (that of the ends and of every result), `devices` (all it spans),
+    `fidelity` (what was compared with the model's own forward), `rope` (the table that was fixed).
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, taps: Sequence[int] | None = None, num_taps: int = 5
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        taps: Sequence[int] | None = None,
+        num_taps: int = 5,
+        context: int | None = None,
     ) -> None:
+        """`context`: the most positions that texts will have; None for as many as `model` is made for.
+
+        Raises TargetError when the model cannot be tapped, or its features would not be its own.
+        """
         self.tokenizer = tokenizer
         text_config = model.config.get_text_config()
         self.num_layers = int(text_config.num_hidden_layers)
@@ -52,11 +65,17 @@ class Target:
             else choose_taps(self.num_layers, num_taps)
         )
         model.requires_grad_(False).eval()
-        _use_own_attention(model)
+        decoder = model.get_decoder()
+        self.fidelity = check_fidelity(decoder)
+        self.rope = fix_rope(decoder, context)
+        own = own_answers(decoder) if self.fidelity.untried else None
         self.embed_scale, self.head = probe(model, layers[0])
         self.vocab_size = int(self.head.weight.shape[0])
         self.stop_ids = stop_ids(model, text_config, tokenizer)
         self._attach(model)
+        if own is not None:
+            measured = check_weights(self._tapped, own, type(decoder).__name__)
+            self.fidelity = replace(measured, untried=self.fidelity.untried)
 
     def _attach(self, model: Any) -> None:
         """Takes `model` for this object's own and hooks its taps."""
@@ -70,17 +89,7 @@ class Target:
         self.dtype = self.embedding.dtype
         places = dict.fromkeys(getattr(model, "hf_device_map", {}).values())
         self.devices = tuple(places) if len(places) > 1 else (self.device,)
-        self._tapped: dict[int, Tensor] = {}
-        self._hooks = [self._keep(tap) for tap in self.taps]
-        for tap, hook in zip(self.taps, self._hooks, strict=True):
-            self.layers[tap].register_forward_hook(hook)
-        # The feature path shares every weight but ends at the last tap: no later layer, no norm.
-        self._trunk = copy.copy(self._decoder)
-        self._trunk._modules = dict(self._decoder._modules)
-        self._trunk.layers = nn.ModuleList(list(self.layers)[: self.taps[-1] + 1])
-        self._trunk.norm = nn.Identity()
-        self._trunk.config = copy.copy(self._decoder.config)
-        self._trunk.config.num_hidden_layers = self.taps[-1] + 1
+        self._tapped = TappedDecoder(self._decoder, self.taps, self.device)
 
     def replica(self, device: torch.device) -> Target:
         """The same target on `device` for another thread: its weights are shared where they are on
@@ -90,7 +99,7 @@ class Target:
                 f"a target that spans {', '.join(map(str, self.devices))} has no replica on "
                 f"{device}; load it once more for every further worker"
             )
-        hooks = self._hooks
+        hooks = self._tapped.hooks
         model = replicate(self._model, device, without=lambda hook: hook in hooks)
         twin = copy.copy(self)
         twin._attach(model)
@@ -101,7 +110,6 @@ class Target:
         """Embedding and head on `device`, sharing memory with this target where it is there."""
         return TargetEnds(self.embedding, self.embed_scale, self.head).on(device)
 
-    @torch.no_grad()
     def features(
         self, input_ids: Tensor, *, last_hidden: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -111,11 +119,8 @@ class Target:
         the real tokens, so no mask is needed. Without `last_hidden` the forward stops after the
         last tap.
         """
-        decoder = self._decoder if last_hidden else self._trunk
-        output = decoder(input_ids=input_ids, use_cache=False)
-        return self._take_taps(), output.last_hidden_state if last_hidden else None
+        return self._tapped.features(input_ids, last_hidden=last_hidden)
 
-    @torch.no_grad()
     def extend(
         self, input_ids: Tensor, positions: Tensor, cache: StaticKV, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -124,18 +129,7 @@ class Target:
         `input_ids` and `positions [rows, tokens]`; `mask` is boolean, broadcasts to
         `[rows, 1, tokens, slots]`, or None for a prefill that is causal over itself.
         """
-        masks: Any = mask
-        kinds = set(getattr(self.text_config, "layer_types", None) or ())
-        if len(kinds) > 1:
-            masks = dict.fromkeys(kinds, mask)
-        output = self._decoder(
-            input_ids=input_ids,
-            position_ids=positions,
-            past_key_values=cache,
-            attention_mask=masks,
-            use_cache=True,
-        )
-        return output.last_hidden_state, self._take_taps()
+        return self._tapped.extend(input_ids, positions, cache, mask)
 
     @property
     def architecture(self) -> str:
@@ -147,20 +141,22 @@ class Target:
         """Raises TargetError when the cached forward cannot serve contexts of `slots` tokens."""
         kinds = set(getattr(self.text_config, "layer_types", None) or ())
         recurrent = sorted(k for k in kinds if "attention" not in k or "linear" in k)
+        reason = self.fidelity.undecodable
         if recurrent:
-            raise TargetError(
-                f"the target has {', '.join(recurrent)} layers, whose state cannot be rewound when "
-                "drafts are rejected; it can be trained for, but not evaluated here: serve the "
-                "exported drafter with vLLM or SGLang instead"
+            reason = (
+                f"it has {', '.join(recurrent)} layers, whose state cannot be rewound when drafts are "
+                "rejected"
             )
-        window = getattr(self.text_config, "sliding_window", None)
-        windowed = "sliding_attention" in kinds or (
-            not kinds and window and getattr(self.text_config, "use_sliding_window", True)
-        )
-        if windowed and window and slots > window:
+        if reason:
             raise TargetError(
-                f"evaluation needs {slots} positions but the target's sliding window is {window}; "
-                "lower evaluate.max_new_tokens or leave out longer prompts"
+                f"the target can be trained for, but not evaluated here: {reason}; serve the exported "
+                "drafter with vLLM or SGLang instead"
+            )
+        if self.rope is not None and self.rope.longest and slots > self.rope.longest:
+            raise TargetError(
+                f"decoding needs {slots} positions, but the target was loaded with {self.rope.name} of "
+                f"its {self.rope.kind} rotation, which serves {self.rope.longest}; raise "
+                "data.max_length above that, or decode shorter texts"
             )
 
     def parameters(self) -> list[Tensor]:
@@ -170,18 +166,6 @@ class Target:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Block inputs `[..., hidden]` of `token_ids`: embedding rows times `embed_scale`."""
         return self.ends(self.device).embed(token_ids)
-
-    def _keep(self, tap: int) -> Any:
-        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._tapped[tap] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
-    def _take_taps(self) -> Tensor:
-        # Layers of a target that spans several devices leave their outputs where they are.
-        tapped = torch.cat([self._tapped[tap].to(self.device) for tap in self.taps], dim=-1)
-        self._tapped.clear()
-        return tapped
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -209,9 +193,12 @@ def load_target(
     taps: Sequence[int] | None = None,
     num_taps: int = 5,
     trust_remote_code: bool = False,
+    context: int | None = None,
     choices: Choices | None = None,
 ) -> Target:
     """The frozen target at `path` (see `resolve_target`) on `device`, with its tokenizer.
+
+    `context` settles the rotation of targets that would choose it by length; see `Target`.
 
     Several devices: the layers are spread over them (see `device_map`), the ends are on the first.
     Raises TargetError when it cannot be loaded, when a weight is missing from the checkpoint (it
@@ -263,7 +250,10 @@ def load_target(
         )
     if len(devices) == 1:
         model.to(devices[0])
-    return Target(model, tokenizer, taps=taps, num_taps=num_taps)
+    target = Target(model, tokenizer, taps=taps, num_taps=num_taps, context=context)
+    if choices is not None:
+        _record(target, context, choices)
+    return target
 
 
 def loading_fault(error: Exception) -> str:
@@ -277,18 +267,25 @@ def loading_fault(error: Exception) -> str:
     return " ".join(text.split()[:60]) or type(error).__name__
 
 
-def _use_own_attention(model: Any) -> None:
-    from transformers import AttentionInterface
-
-    text_config = model.config.get_text_config()
-    if cap := getattr(text_config, "attn_logit_softcapping", None):
-        raise TargetError(
-            f"{type(model).__name__} soft-caps attention scores (attn_logit_softcapping={cap}); "
-            "such targets (Gemma 2) are not supported"
+def _record(target: Target, context: int | None, choices: Choices) -> None:
+    """Enters what a target settled for itself."""
+    if (rope := target.rope) is not None:
+        texts = "as long as it is made for" if context is None else f"of {context} positions"
+        choices.record(
+            "target.rope",
+            wanted=f"one {rope.kind} table for every text",
+            got=rope.name,
+            reason=f"for texts {texts}, where the target changes tables after {rope.switch}; "
+            f"{rope.serving}",
         )
-    AttentionInterface.register(TARGET_ATTENTION, target_attention)
-    text_config._attn_implementation = TARGET_ATTENTION
-    model.get_decoder().config._attn_implementation = TARGET_ATTENTION
+    if (untried := target.fidelity.untried) is not None:
+        choices.record(
+            "target.check",
+            wanted="features compared with the model's own on a small twin, beyond every window",
+            got="compared on short texts with the real weights",
+            reason=f"no twin can be built: {untried}",
+            fallback=True,
+        )
 
 
 def stop_ids(model: Any, text_config: Any, tokenizer: Any) -> tuple[int, ...]:

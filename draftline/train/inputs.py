@@ -101,6 +101,7 @@ def open_target(
         taps=config.target.tap_layers,
         num_taps=config.target.num_taps,
         trust_remote_code=config.target.trust_remote_code,
+        context=config.data.max_length,
         choices=choices,
     )
 
@@ -173,7 +174,7 @@ def prepare(
         rows=reading.rows,
         supervised_tokens=sum(int(sample.loss_mask.sum()) for sample in split.train),
         cut_turns=tokenized.cut_turns,
-        shape=build_shape(config, facts, mask_token),
+        shape=build_shape(config, facts, mask_token, choices),
         token_ids=token_ids,
         estimated=estimated,
         heldout=split.heldout,
@@ -267,6 +268,8 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     digest = hashlib.sha256()
     soft = config.loss.soft_labels > 0
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())
+    if target.rope is not None:
+        digest.update(str(target.rope).encode())
     # Of the target its weights count, not its path: files may move, or change behind a name. Some
     # values of every tensor are enough, since any further training moves nearly all of them.
     # On the host before they are joined: a target may span devices.
