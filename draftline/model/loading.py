@@ -66,7 +66,7 @@ def load_shapes(
         keep_language_model(model)
         return model, stored
     with reading(path, "model (config.json, safetensors)", "loaded"), _silent():
-        model, loading = type(model).from_pretrained(
+        named, loading = type(model).from_pretrained(
             None,
             config=model.config,
             state_dict={name: tensor.on_meta() for name, tensor in stored.items()},
@@ -75,7 +75,8 @@ def load_shapes(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    check_read(path, model, loading, keep_language_model(model))
+    check_read(path, named, loading, keep_language_model(named))
+    keep_language_model(model)
     return model, stored
 
 
@@ -105,11 +106,9 @@ def load_weights(
     if quantisation is not None:
         dequantise_on_loading(config, quantisation)
     auto = auto_class(path, config)
-    spread = None
-    if len(devices) > 1:
-        with reading(path, "config.json", "read"), torch.device("meta"):
-            whole = empty_model(path, config, dtype, trust_remote_code)
-        spread = device_map(whole, devices)
+    with reading(path, "config.json", "read"), torch.device("meta"):
+        shapes = empty_model(path, config, dtype, trust_remote_code)
+    spread = device_map(shapes, devices) if len(devices) > 1 else None
     with reading(path, "model (config.json, safetensors)", "loaded"), _no_report():
         model, loading = auto.from_pretrained(
             source,
@@ -123,6 +122,8 @@ def load_weights(
         )
         if quantisation is not None and quantisation.after_loading:
             model = model.dequantize(dtype)
+    if quantisation is not None:
+        _settle_types(model, shapes)
     dropped = keep_language_model(model)
     passed = check_read(path, model, loading, dropped)
     if stored is None and (fetched := read_stored(path, source)) is not None:
@@ -205,6 +206,15 @@ def _harmless(name: str, model: Any) -> bool:
         # Tied: the head is the embedding, whatever else was saved.
         return model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return False
+
+
+def _settle_types(model: Any, shapes: Any) -> None:
+    """Gives every parameter the type that it has in a plain model: where transformers renames a
+    quantised checkpoint's tensors, it leaves those that are not quantised in their stored type."""
+    wanted = dict(shapes.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in wanted and parameter.dtype in _FLOATS:
+            parameter.data = parameter.data.to(wanted[name].dtype)
 
 
 def _check_plain(path: str, model: Any) -> None:
