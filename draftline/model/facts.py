@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftline.choices import Choices
 from draftline.model.checkpoint_files import StoredTensor
 from draftline.model.loading import load_shapes
 from draftline.model.probe import find_ends
@@ -45,8 +46,8 @@ class StoredRows:
 class TargetFacts:
     """A target's sizes, by the names that `Target` has, without a weight in memory.
 
-    Bytes are of parameters in `dtype`: `total_bytes` all of them, which a loaded
-    target keeps; `trunk_bytes` the embedding and
+    Bytes are of the language model's parameters as they will be loaded, in `dtype` (dequantised, and
+    without encoders of images or sound): `total_bytes` all of them; `trunk_bytes` the embedding and
     the layers up to the last tap, which is what features need; `head_bytes` is 0 when the head is
     the embedding. `trunk_flops` and `total_flops` are matrix work a token, 2 a weight that the token
     passes (of experts, those it is routed to), attention scores and head left out. `tokenizer` is
@@ -82,11 +83,15 @@ def read_facts(
     num_taps: int = 5,
     trust_remote_code: bool = False,
     device_type: str = "cpu",
+    choices: Choices | None = None,
 ) -> TargetFacts:
-    """The facts of the target at `path` (see `resolve_target`), from its config and tokenizer.
+    """The facts of the target at `path` (see `resolve_target`): from its config, its tokenizer and
+    the headers of its weights.
 
-    `device_type` (cpu, cuda) settles dtype=auto as `load_target` does. Raises TargetError where
-    they cannot be read or the taps do not fit; what only a forward shows is left to `load_target`.
+    `device_type` (cpu, cuda) settles dtype=auto as `load_target` does; a quantised target's dtype is
+    that of its dequantised weights. Raises TargetError where they cannot be read, do not fit one
+    another (see `load_weights`) or the taps do not fit; what only a forward shows is left to
+    `load_target`.
     """
     from transformers import GenerationConfig
 
@@ -94,7 +99,11 @@ def read_facts(
         dtype = auto_dtype(device_type)
     source = resolve_target(path)
     model, stored = load_shapes(
-        path, source, getattr(torch, dtype), trust_remote_code=trust_remote_code
+        path,
+        source,
+        getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+        choices=choices,
     )
     tokenizer = load_tokenizer(path, source, trust_remote_code=trust_remote_code)
     if tokenizer is not None:

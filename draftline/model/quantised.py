@@ -16,18 +16,22 @@ from typing import Any
 
 from draftline.errors import TargetError
 from draftline.model.checkpoint_files import StoredTensor
+from draftline.model.packed import Packing, read_packing
 
-# What transformers dequantises while loading, and the package that it needs for it.
+# What is dequantised while loading, and the package that transformers needs for it.
 _PACKAGES = {
     "fp8": None,
     "mxfp8": None,
     "mxfp4": None,
     "compressed-tensors": "compressed-tensors",
     "bitsandbytes": "bitsandbytes",
+    # These two transformers keeps packed, for kernels of other packages; `packed.py` reads them.
+    "awq": None,
+    "gptq": None,
 }
 # Of these the parameters on the meta device can be checked against the checkpoint's names; the
 # others rebuild modules in ways that need the values.
-_BY_NAME = (None, "fp8", "mxfp8")
+_BY_NAME = ("fp8", "mxfp8", "awq", "gptq")
 # Files in which exporters describe a quantisation that config.json does not mention.
 _SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _WAY_OUT = "take the unquantised checkpoint, or one with block scales (quant_method fp8)"
@@ -41,14 +45,20 @@ _SCALE = re.compile(r"(scale|scales|absmax|scb|zeros?|zero_point|quant_state)", 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """`method` is transformers' name of it; `checked_by_name` says that a model of shapes alone can
-    tell which of the checkpoint's tensors will be read."""
+    """`method` is transformers' name of it; `packing` says how draftline itself unpacks it."""
 
     method: str
+    packing: Packing | None = None
 
     @property
     def checked_by_name(self) -> bool:
+        """Whether a model of shapes alone can tell which of the checkpoint's tensors are read."""
         return self.method in _BY_NAME
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the package that reads it leaves modules of its own around plain weights."""
+        return _PACKAGES[self.method] is not None
 
     @property
     def after_loading(self) -> bool:
@@ -88,16 +98,17 @@ def read_quantisation(path: str, source: str, tree: Mapping[str, Any]) -> Quanti
             f"target.path={path}: it is quantised ({named}), and reading that needs the package "
             f"{package}, which is not installed: pip install {package}"
         )
-    return Quantisation(method)
+    packing = read_packing(path, method, settings) if method in ("awq", "gptq") else None
+    return Quantisation(method, packing)
 
 
 def dequantise_on_loading(config: Any, quantisation: Quantisation) -> None:
     """Tells `config`, transformers' object, that loading shall give plain weights."""
-    if quantisation.after_loading:
-        return
     for part in (config, config.get_text_config()):
         settings = getattr(part, "quantization_config", None)
-        if isinstance(settings, dict):
+        if settings is not None and quantisation.packing is not None:
+            del part.quantization_config
+        elif isinstance(settings, dict) and not quantisation.after_loading:
             settings["dequantize"] = True
 
 

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
-from draftline.model.architecture import read_tree
 from draftline.model.attention import TARGET_ATTENTION, target_attention
 from draftline.model.head import TargetEnds
 from draftline.model.kv_cache import StaticKV
-from draftline.model.loading import load_weights
+from draftline.model.loading import load_weights, open_config
 from draftline.model.probe import probe
 from draftline.model.replicate import replicate
 from draftline.model.source import resolve_target
@@ -224,7 +223,7 @@ def load_target(
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)
     source = resolve_target(path)
     # First of all: what is no language model at all may have no tokenizer either.
-    read_tree(path, source, trust_remote_code)
+    open_config(path, source, trust_remote_code)
     tokenizer = load_tokenizer(path, source, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise TargetError(
