@@ -5,10 +5,8 @@ Both go the same way and are checked alike, so what loading would refuse, a plan
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
+from draftline.model.agreement import check_read
 from draftline.model.architecture import (
     auto_class,
     empty_model,
@@ -31,19 +30,10 @@ from draftline.model.quantised import (
     dequantise_on_loading,
     read_quantisation,
 )
+from draftline.model.reading import no_report, reading, silent
 from draftline.model.spread import device_map
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Beside the language model: further prediction layers, encoders and what joins them to it, heads
-# that judge. None of it is passed by text on its way to the next token.
-_BESIDE = re.compile(
-    r"(^|\.)(mtp\w*|nextn\w*|visual|vision\w*|image\w*|video\w*|audio\w*|speech\w*|sound\w*|vit|"
-    r"siglip\w*|multi_?modal\w*|mm_\w+|embed_(vision|audio)|connector|\w*projector|\w*merger|"
-    r"perceiver\w*|resampler|v_head|value_head|score|talker|token2wav|code2wav|medusa\w*|eagle\w*)"
-    r"(\.|$)"
-)
-# Buffers that transformers computes itself, once saved with the weights.
-_COMPUTED = re.compile(r"(rotary\w*\.inv_freq|position_ids|\.attn\.(masked_)?bias|causal_mask)$")
 
 
 def open_config(path: str, source: str, trust_remote_code: bool) -> tuple[Any, Quantisation | None]:
@@ -89,7 +79,7 @@ def load_shapes(
         tensors = unpacked_shapes(path, stored, quantisation.packing)
     else:
         tensors = {name: tensor.on_meta() for name, tensor in stored.items()}
-    with reading(path, "model (config.json, safetensors)", "loaded"), _silent():
+    with reading(path, "model (config.json, safetensors)", "loaded"), silent():
         named, loading = type(model).from_pretrained(
             None,
             config=model.config,
@@ -130,7 +120,7 @@ def load_weights(
         shapes = empty_model(path, config, dtype, trust_remote_code)
     spread = device_map(shapes, devices) if len(devices) > 1 else None
     rebuilt = quantisation is not None and quantisation.rebuilt
-    with reading(path, "model (config.json, safetensors)", "loaded"), _no_report():
+    with reading(path, "model (config.json, safetensors)", "loaded"), no_report():
         how = {
             "dtype": dtype,
             "output_loading_info": True,
@@ -166,78 +156,6 @@ def load_weights(
 
         model = dispatch_model(model, {k: v for k, v in spread.items() if k not in dropped})
     return model
-
-
-def check_read(
-    path: str, model: Any, loading: Mapping[str, Any], dropped: Sequence[str]
-) -> list[str]:
-    """Raises TargetError unless the checkpoint and the language model of `model` are the same
-    tensors; `loading` is transformers' loading info, `dropped` what is no part of the language
-    model. Returns the names of unread tensors that do not matter to text."""
-
-    def ours(name: str) -> bool:
-        return not any(name == part or name.startswith(f"{part}.") for part in dropped)
-
-    wrong = sorted(entry for entry in loading["mismatched_keys"] if ours(entry[0]))
-    if wrong:
-        name, stored, wanted = wrong[0]
-        raise TargetError(
-            f"target.path={path}: {len(wrong)} weights of the model differ in shape, first {name}: "
-            f"{list(stored)} in the checkpoint, {list(wanted)} by config.json; the two are not of "
-            "one model"
-        )
-    missing = sorted(name for name in loading["missing_keys"] if ours(name))
-    if missing:
-        raise TargetError(
-            f"target.path={path}: {len(missing)} weights are not in the checkpoint and would be "
-            f"random, first {missing[0]}; a drafter trained against them would be worthless"
-        )
-    unread = sorted(name for name in loading["unexpected_keys"] if ours(name))
-    harmful = [name for name in unread if not _harmless(name, model)]
-    if harmful:
-        text = model.config.get_text_config()
-        raise TargetError(
-            f"target.path={path}: {len(harmful)} tensors of the checkpoint would stay unread, first "
-            f"{harmful[0]}: {type(model).__name__} with {text.num_hidden_layers} layers, as "
-            "config.json describes it, has no such part, so it would compute something else than "
-            "the checkpoint; config.json is another model's, or does not tell of a quantisation"
-        )
-    return unread
-
-
-@contextmanager
-def reading(path: str, part: str, verb: str) -> Iterator[None]:
-    """Turns whatever transformers raises inside into one TargetError that names path and part.
-
-    Its code paths are as many as there are model types, and so are the exceptions of a file that
-    one of them did not expect.
-    """
-    try:
-        yield
-    except (TargetError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise TargetError(
-            f"target.path={path}: its {part} cannot be {verb}: {_first_sentence(error)}"
-        ) from None
-
-
-def _harmless(name: str, model: Any) -> bool:
-    """Whether text is the same without the checkpoint's tensor `name`, which the model has not."""
-    if _COMPUTED.search(name):
-        return True
-    text = model.config.get_text_config()
-    layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
-    if layer is not None and not _BESIDE.search(name[: layer.start() + 1]):
-        behind = int(layer[2]) - int(text.num_hidden_layers)
-        # Layers that predict further tokens are numbered on behind the last one.
-        return 0 <= behind < int(getattr(text, "num_nextn_predict_layers", None) or 0)
-    if _BESIDE.search(name):
-        return True
-    if name.endswith("lm_head.weight"):
-        # Tied: the head is the embedding, whatever else was saved.
-        return model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return False
 
 
 def _unpacked(
@@ -332,44 +250,3 @@ def _record_parts(choices: Choices, dropped: Sequence[str], passed: Sequence[str
             got=f"all but {len(passed)}, first {passed[0]}",
             reason="they are no part of the language model",
         )
-
-
-def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return (
-            "it needs code that comes with the model; read it, and run it with "
-            "target.trust_remote_code=true"
-        )
-    sentence = re.split(r"(?<=[^.\d]{4})\. (?=[A-Z])", text, maxsplit=1)[0]
-    return " ".join(sentence.split()[:60]) or type(error).__name__
-
-
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """transformers' table of unread and missing weights is kept back: `check_read` says it."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def severe(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    logger.addFilter(severe)
-    try:
-        yield
-    finally:
-        logger.removeFilter(severe)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Nor a progress bar, for what takes no time."""
-    from transformers.utils import logging as own
-
-    shown = own.is_progress_bar_enabled()
-    own.disable_progress_bar()
-    try:
-        with _no_report():
-            yield
-    finally:
-        if shown:
-            own.enable_progress_bar()

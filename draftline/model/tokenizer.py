@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import TargetError
-from draftline.model.loading import reading
 from draftline.model.probe import find_ends
+from draftline.model.reading import reading
 
 # A directory with none of these has no tokenizer; with one of them, it must load.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
