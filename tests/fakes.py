@@ -138,6 +138,82 @@ def _qwen3_5(**changes: Any) -> Any:
     return Qwen3_5ForConditionalGeneration(config)
 
 
+_MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+_ENCODER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _qwen3_vl(**changes: Any) -> Any:
+    """Interleaved M-RoPE, and image features that enter several layers."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text = {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "patch_size": 4,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(text_config=_SHAPE | text | changes, vision_config=vision)
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl(**changes: Any) -> Any:
+    """M-RoPE in sections, and a tied head that only the wrapper's own config mentions."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {key: value for key, value in _SHAPE.items() if key != "tie_word_embeddings"}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": _MROPE} | changes,
+        vision_config=vision,
+        tie_word_embeddings=True,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _mistral3(**changes: Any) -> Any:
+    """A language model of another type in a wrapper that has no causal class."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = _SHAPE | {"model_type": "mistral", "head_dim": 8} | changes
+    config = Mistral3Config(
+        text_config=text,
+        vision_config=_ENCODER | {"model_type": "pixtral"},
+        tie_word_embeddings=False,
+    )
+    return Mistral3ForConditionalGeneration(config)
+
+
+def _llava(**changes: Any) -> Any:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    config = LlavaConfig(
+        text_config=_SHAPE | {"model_type": "llama"} | changes,
+        vision_config=_ENCODER
+        | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "projection_dim": 16},
+        tie_word_embeddings=False,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
 def _granite(**changes: Any) -> Any:
     """Multiplied embeddings, residuals, attention scores and logits."""
     from transformers import GraniteConfig, GraniteForCausalLM
@@ -246,6 +322,10 @@ FAMILIES = {
     "gemma3": _gemma3,
     "gemma3_with_vision": _gemma3_with_vision,
     "qwen3_5": _qwen3_5,
+    "qwen3_vl": _qwen3_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "mistral3": _mistral3,
+    "llava": _llava,
     "granite": _granite,
     "cohere": _cohere,
     "deepseek_v3": _deepseek_v3,

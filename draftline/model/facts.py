@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftline.errors import TargetError
+from draftline.choices import Choices
+from draftline.model.checkpoint_files import StoredTensor
 from draftline.model.fidelity import check_fidelity
+from draftline.model.loading import load_shapes
 from draftline.model.probe import find_ends
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
-from draftline.model.target import auto_dtype, decoder_layers, loading_fault, stop_ids
-
-# A directory with none of these has no tokenizer; with one of them, it must load.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+from draftline.model.target import auto_dtype, decoder_layers, stop_ids
+from draftline.model.tokenizer import check_vocabulary, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class StoredRows:
 class TargetFacts:
     """A target's sizes, by the names that `Target` has, without a weight in memory.
 
-    Bytes are of parameters in `dtype`: `total_bytes` all of them, which a loaded
-    target keeps; `trunk_bytes` the embedding and
+    Bytes are of the language model's parameters as they will be loaded, in `dtype` (dequantised, and
+    without encoders of images or sound): `total_bytes` all of them; `trunk_bytes` the embedding and
     the layers up to the last tap, which is what features need; `head_bytes` is 0 when the head is
     the embedding. `trunk_flops` and `total_flops` are matrix work a token, 2 a weight that the token
     passes (of experts, those it is routed to), attention scores and head left out. `tokenizer` is
@@ -84,49 +84,42 @@ def read_facts(
     num_taps: int = 5,
     trust_remote_code: bool = False,
     device_type: str = "cpu",
+    choices: Choices | None = None,
 ) -> TargetFacts:
-    """The facts of the target at `path` (see `resolve_target`), from its config and tokenizer.
+    """The facts of the target at `path` (see `resolve_target`): from its config, its tokenizer and
+    the headers of its weights.
 
-    `device_type` (cpu, cuda) settles dtype=auto as `load_target` does. Raises TargetError where
-    they cannot be read, the taps do not fit, or features would not be the target's own (see
+    `device_type` (cpu, cuda) settles dtype=auto as `load_target` does; a quantised target's dtype is
+    that of its dequantised weights. Raises TargetError where they cannot be read, do not fit one
+    another (see `load_weights`), the taps do not fit, or features would not be the target's own (see
     `check_fidelity`); what only its weights show is left to `load_target`.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
     if dtype == "auto":
         dtype = auto_dtype(device_type)
     source = resolve_target(path)
-    remote = {"trust_remote_code": trust_remote_code}
-    part = "tokenizer (tokenizer.json, tokenizer_config.json)"
-    try:
-        tokenizer = (
-            AutoTokenizer.from_pretrained(source, **remote) if _has_tokenizer(source) else None
-        )
-        part = "config.json"
-        config = AutoConfig.from_pretrained(source, **remote)
-        # Nothing is allocated: parameters on the meta device have a shape and a type only.
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **remote)
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-        StrictDataclassError,
-    ) as error:
-        raise TargetError(
-            f"target.path={path}: its {part} cannot be read: {loading_fault(error)}"
-        ) from None
+    model, stored = load_shapes(
+        path,
+        source,
+        getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+        choices=choices,
+    )
+    tokenizer = load_tokenizer(path, source, trust_remote_code=trust_remote_code)
+    if tokenizer is not None:
+        check_vocabulary(path, tokenizer, model)
     with suppress(OSError):  # a target need not have one
         model.generation_config = GenerationConfig.from_pretrained(source)
-    return _facts(model, tokenizer, source, taps, num_taps)
+    return _facts(model, tokenizer, stored or {}, taps, num_taps)
 
 
 def _facts(
-    model: Any, tokenizer: Any, source: str, taps: Sequence[int] | None, num_taps: int
+    model: Any,
+    tokenizer: Any,
+    stored: Mapping[str, StoredTensor],
+    taps: Sequence[int] | None,
+    num_taps: int,
 ) -> TargetFacts:
     text = model.config.get_text_config()
     num_layers = int(text.num_hidden_layers)
@@ -145,7 +138,7 @@ def _facts(
         hidden_size=int(text.hidden_size),
         num_layers=num_layers,
         vocab_size=int(head.weight.shape[0]),
-        embedding=_stored_rows(model, rows, source),
+        embedding=_stored_rows(model, rows, stored),
         stop_ids=stop_ids(model, text, tokenizer),
         dtype=rows.dtype,
         total_bytes=_bytes(list(model.parameters())),
@@ -169,32 +162,12 @@ def _flops(parameters: Sequence[Tensor], text: Any) -> float:
     )
 
 
-def _has_tokenizer(source: str) -> bool:
-    directory = Path(source)
-    return not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES)
-
-
-def _stored_rows(model: Any, rows: Tensor, source: str) -> StoredRows:
+def _stored_rows(model: Any, rows: Tensor, stored: Mapping[str, StoredTensor]) -> StoredRows:
     """Where the embedding lies on disk: a checkpoint's prefix may differ, its last names do not."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-    from safetensors import SafetensorError, safe_open
-
     shape = (int(rows.shape[0]), int(rows.shape[1]))
     name = next(name for name, p in model.named_parameters() if p is rows)
     ending = ".".join(name.rsplit(".", 2)[-2:])
-    directory = Path(source)
-    if not directory.is_dir():
-        try:
-            directory = Path(snapshot_download(source, local_files_only=True))
-        except LocalEntryNotFoundError:
-            return StoredRows(shape, None, name)
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt") as stored:
-                for key in stored.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if key.endswith(ending) and stored.get_slice(key).get_shape() == list(shape):
-                        return StoredRows(shape, file, key)
-        except (OSError, SafetensorError):
-            break  # a damaged file is load_target's to report
+    for key, tensor in stored.items():
+        if key.endswith(ending) and tensor.shape == shape:
+            return StoredRows(shape, tensor.file, key)
     return StoredRows(shape, None, name)

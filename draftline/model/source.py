@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import struct
@@ -56,10 +57,7 @@ def resolve_target(path: str, *, weights: bool = False) -> str:
             raise TargetError(f"target.path={path}: no such file")
         return str(_converted(local, weights))
     if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise TargetError(
-                f"target.path={path}: the directory has no config.json, so it is not a saved model"
-            )
+        _check_directory(path, local)
         return str(local)
     if local.exists():
         raise TargetError(f"target.path={path} is a file; give its directory, or a .gguf file")
@@ -67,7 +65,43 @@ def resolve_target(path: str, *, weights: bool = False) -> str:
         raise TargetError(
             f"target.path={path}: no such directory, and not an owner/name on the hub"
         )
+    if path.lower().endswith("-gguf"):
+        raise TargetError(
+            f"target.path={path} names a collection of GGUF files; fetch one and give its path, or "
+            "give the model that they were made from"
+        )
     return path
+
+
+def _check_directory(path: str, directory: Path) -> None:
+    """Raises TargetError for a directory that is no saved model, with what it is instead."""
+    adapter = directory / "adapter_config.json"
+    if adapter.is_file():
+        raise TargetError(
+            f"target.path={path} is a LoRA adapter{_adapter_base(adapter)}, not a whole model; merge "
+            "it into its base first (peft: model.merge_and_unload().save_pretrained(new_path))"
+        )
+    if (directory / "config.json").is_file():
+        return
+    ggufs = sorted(file.name for file in directory.glob("*.gguf"))
+    if ggufs:
+        reason = f"it holds GGUF files; give one of them as target.path, e.g. {ggufs[0]}"
+    elif (directory / "model_index.json").is_file():
+        reason = "its model_index.json is that of a diffusion pipeline, not of a language model"
+    elif (directory / "params.json").is_file():
+        reason = "its params.json is the maker's own layout; fetch the transformers version"
+    else:
+        inner = sorted(file.parent.name for file in directory.glob("*/config.json"))
+        reason = f"did you mean its folder {inner[0]}?" if inner else "so it is not a saved model"
+    raise TargetError(f"target.path={path}: the directory has no config.json; {reason}")
+
+
+def _adapter_base(adapter: Path) -> str:
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return f" for {base}" if base else ""
 
 
 def _builtin_gguf() -> Path:

@@ -11,20 +11,6 @@ from torch import nn
 from draftline.errors import TargetError
 
 
-def spanning_map(
-    source: str, devices: Sequence[torch.device], trust_remote_code: bool
-) -> dict[str, torch.device] | None:
-    """`device_map` of the checkpoint at `source`, read from its config; None for one device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if len(devices) == 1:
-        return None
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):  # shapes only
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return device_map(model, devices)
-
-
 def device_map(model: Any, devices: Sequence[torch.device]) -> dict[str, torch.device]:
     """Module name -> device, in the form of accelerate's `dispatch_model`.
 

@@ -20,13 +20,14 @@ from draftline.errors import TargetError
 from draftline.model.fidelity import check_fidelity, check_weights, own_answers
 from draftline.model.head import TargetEnds
 from draftline.model.kv_cache import StaticKV
+from draftline.model.loading import load_weights, open_config
 from draftline.model.probe import probe
 from draftline.model.replicate import replicate
 from draftline.model.rope import fix_rope
 from draftline.model.source import resolve_target
-from draftline.model.spread import spanning_map
 from draftline.model.tapped import TappedDecoder
 from draftline.model.taps import check_taps, choose_taps
+from draftline.model.tokenizer import check_vocabulary, load_tokenizer
 
 _DTYPES = ("auto", "float32", "bfloat16")
 
@@ -201,13 +202,9 @@ def load_target(
     `context` settles the rotation of targets that would choose it by length; see `Target`.
 
     Several devices: the layers are spread over them (see `device_map`), the ends are on the first.
-    Raises TargetError when it cannot be loaded, when a weight is missing from the checkpoint (it
-    would be random), or when it cannot be tapped.
+    Raises TargetError when it cannot be loaded or is not what its checkpoint says (see
+    `load_weights`), when its tokenizer is another model's, or when it cannot be tapped.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if dtype not in _DTYPES:
         raise TargetError(f"target.dtype={dtype} is not one of {', '.join(_DTYPES)}")
     devices = (device,) if isinstance(device, torch.device) else tuple(dict.fromkeys(device))
@@ -218,53 +215,27 @@ def load_target(
             reason = "CUDA tensor cores" if on_cuda else "bfloat16 is slow on a CPU"
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)
     source = resolve_target(path, weights=True)
-    part = "tokenizer (tokenizer.json, tokenizer_config.json)"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        part = "model (config.json, safetensors)"
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            # Whole models are moved below, in one go.
-            device_map=spanning_map(source, devices, trust_remote_code),
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-        RuntimeError,
-        SafetensorError,
-        StrictDataclassError,
-    ) as error:
+    # First of all: what is no language model at all may have no tokenizer either.
+    open_config(path, source, trust_remote_code)
+    tokenizer = load_tokenizer(path, source, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
         raise TargetError(
-            f"target.path={path}: its {part} cannot be loaded: {loading_fault(error)}"
-        ) from None
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        raise TargetError(
-            f"target.path={path}: {len(missing)} weights are not in the checkpoint and would be "
-            f"random, first {missing[0]}; a drafter trained against them would be worthless"
+            f"target.path={path} has no tokenizer (tokenizer.json, tokenizer_config.json); copy the "
+            "target's into it"
         )
-    if len(devices) == 1:
-        model.to(devices[0])
+    model = load_weights(
+        path,
+        source,
+        getattr(torch, dtype),
+        devices,
+        trust_remote_code=trust_remote_code,
+        choices=choices,
+    )
+    check_vocabulary(path, tokenizer, model)
     target = Target(model, tokenizer, taps=taps, num_taps=num_taps, context=context)
     if choices is not None:
         _record(target, context, choices)
     return target
-
-
-def loading_fault(error: Exception) -> str:
-    """What transformers says of a target that it cannot load, in a line of draftline's words."""
-    text = str(error)
-    if "trust_remote_code" in text:
-        return (
-            "it brings Python code of its own, which is not run unasked; read that code, then allow "
-            "it with target.trust_remote_code=true"
-        )
-    return " ".join(text.split()[:60]) or type(error).__name__
 
 
 def _record(target: Target, context: int | None, choices: Choices) -> None:

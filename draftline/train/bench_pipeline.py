@@ -158,17 +158,17 @@ def _inputs(config: Config, facts: TargetFacts) -> Inputs:
 
 
 def _random_target(config: Config, placement: Placement, facts: TargetFacts) -> Target:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    from draftline.model.architecture import empty_model, keep_language_model, read_config
     from draftline.model.source import resolve_target
 
     if len(placement.targets[0]) > 1:
         raise ConfigError("bench pipeline makes its target on one device; name no span of devices")
-    remote = {"trust_remote_code": config.target.trust_remote_code}
-    settings = AutoConfig.from_pretrained(resolve_target(config.target.path), **remote)
+    path, remote = config.target.path, config.target.trust_remote_code
+    settings = read_config(path, resolve_target(path), remote)
     torch.manual_seed(config.run.seed)
     with torch.device(placement.targets[0][0]):
-        model = AutoModelForCausalLM.from_config(settings, dtype=facts.dtype, **remote)
+        model = empty_model(path, settings, facts.dtype, remote)
+    keep_language_model(model)
     return Target(model, facts.tokenizer, taps=facts.taps)
 
 

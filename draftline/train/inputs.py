@@ -76,7 +76,7 @@ class Inputs:
         return text
 
 
-def open_facts(config: Config, device_type: str) -> TargetFacts:
+def open_facts(config: Config, device_type: str, choices: Choices | None = None) -> TargetFacts:
     """The facts of the target of `config`, for workers on `device_type`; loads no weight."""
     return read_facts(
         config.target.path,
@@ -85,6 +85,7 @@ def open_facts(config: Config, device_type: str) -> TargetFacts:
         num_taps=config.target.num_taps,
         trust_remote_code=config.target.trust_remote_code,
         device_type=device_type,
+        choices=choices,
     )
 
 
@@ -133,7 +134,7 @@ def prepare(
     for note, count in reading.notes.items():
         log.info("data: %d x %s", count, note)
     facts = open_facts(
-        config, device_type(config, visible_devices() if available is None else available)
+        config, device_type(config, visible_devices() if available is None else available), choices
     )
     estimated = facts.tokenizer is None
     if not estimated:

@@ -125,7 +125,7 @@ def test_stop_ids_of_the_generation_config_count(target_dir: Build, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"model_type": "nothing"}, "config.json cannot be read"), ({"num_hidden_layers": 3}, "taps")],
+    [({"model_type": "nothing"}, "no model type 'nothing'"), ({"num_hidden_layers": 3}, "taps")],
 )
 def test_what_cannot_be_read_or_tapped_is_said(
     changes: dict[str, object], reason: str, target_dir: Build, tmp_path: Path
@@ -134,6 +134,7 @@ def test_what_cannot_be_read_or_tapped_is_said(
     (tmp_path / "config.json").write_text(json.dumps(tree | changes))
     with pytest.raises(TargetError, match=reason):
         read_facts(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(tree))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TargetError, match=r"tokenizer .*cannot be read"):
         read_facts(str(tmp_path))

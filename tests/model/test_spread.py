@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftline.errors import TargetError
-from draftline.model.spread import device_map, spanning_map, spread_layers
+from draftline.model.spread import device_map, spread_layers
 
 DEVICES = [torch.device("cuda", i) for i in range(3)]
 
@@ -62,12 +60,6 @@ def test_a_map_covers_the_model_with_whole_layers(family: str) -> None:
     assert len(set(found.values())) > 1
     others = {device for name, device in found.items() if name not in layers}
     assert others == {DEVICES[0]}
-
-
-def test_the_map_is_made_from_the_config_alone(target_dir: Callable[[str], Path]) -> None:
-    source = str(target_dir("llama"))
-    assert spanning_map(source, DEVICES[:1], False) is None
-    assert spanning_map(source, DEVICES[:2], False) == device_map(tiny_model(), DEVICES[:2])
 
 
 def test_more_devices_than_layers_are_refused() -> None:
