@@ -91,8 +91,8 @@ def regenerate(
     work = _Work(target, out, request, template, generator, most_prompt, batch_size, progress)
     at_once = batch_size * _BATCHES_AT_ONCE
     parts = [conversations[i : i + at_once] for i in range(0, len(conversations), at_once)]
-    if progress is not None:
-        missing = [c for c in conversations if c.id not in out]
+    missing = [c for c in conversations if c.id not in out]
+    if progress is not None and missing:
         progress.begin(
             rows=len(missing),
             answers=sum(Dialogue(c).asks() for c in missing),
