@@ -84,7 +84,7 @@ def regenerate(
     }
 
     def generator(conversation: str) -> dict[str, Any]:
-        return {**request.facts(conversation), **fixed}
+        return {"target": request.target, **fixed, **request.facts(conversation)}
 
     out.check_generator(generator)
     out.check_questions(conversations)
