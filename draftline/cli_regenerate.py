@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ import typer
 from draftline.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from draftline.data.conversations import Conversation
     from draftline.decode.sampling import Sampling
 
 # What an error of a target or a device calls a setting, and what this command calls it.
@@ -50,7 +51,7 @@ def regenerate_command(
         list[str] | None,
         typer.Option(
             metavar="T[,T...]",
-            help="0 is greedy; conversations are spread over several.  [default: 0]",
+            help="0 is greedy; conversations are spread over several. Without it 0.",
         ),
     ] = None,
     top_p: Annotated[
@@ -97,6 +98,7 @@ def regenerate_command(
         reading = read_conversations(files, need_answer=False)
         for reason, count in reading.counts().items():
             typer.echo(f"left out {count} rows: {reason}", err=True)
+        chosen = reading.conversations[:limit]
         progress.stage(f"loading {target}")
 
         # These bring torch with them, which takes seconds.
@@ -115,9 +117,9 @@ def regenerate_command(
             context=max_prompt_tokens + max_new_tokens,
             choices=choices,
         )
-        _say_unread(arguments, loaded.tokenizer.chat_template)
+        _say_unread(arguments, chosen, loaded.tokenizer.chat_template)
         done = regenerate(
-            reading.conversations[:limit],
+            chosen,
             loaded,
             answers,
             request,
@@ -191,10 +193,20 @@ def _sampling(
     return sampling
 
 
-def _say_unread(arguments: dict[str, Any], chat_template: Any) -> None:
+def _say_unread(
+    arguments: Mapping[str, Any], conversations: Sequence[Conversation], chat_template: Any
+) -> None:
+    def reads(key: str) -> bool:
+        return re.search(rf"\b{key}\b", str(chat_template)) is not None
+
     for key in arguments:
-        if not re.search(rf"\b{key}\b", str(chat_template)):
+        if not reads(key):
             typer.echo(f"--template {key}: the target's chat template does not read it", err=True)
+    rows = sum(bool(conversation.tools) for conversation in conversations)
+    if rows and not reads("tools"):
+        typer.echo(
+            f"{rows} rows have tools, which the target's chat template does not read", err=True
+        )
 
 
 @contextmanager

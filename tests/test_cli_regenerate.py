@@ -6,15 +6,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import tiny_model, tiny_target_dir, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftline.cli import main
+from draftline.errors import TargetError
+from draftline.model.facts import read_facts
+from draftline.model.target import load_target
 
 Run = Callable[..., tuple[int, str, str]]
 # Reads an argument, opens thinking in the generation prompt, and drops it from the history.
@@ -239,6 +244,10 @@ def test_code_of_the_target_is_named_by_the_option_that_allows_it(
     assert "Python code of its own" in err
     assert "allow it with --trust-remote-code" in err
     assert "trust_remote_code" not in err
+    # A training has a key where this command has an option.
+    for read in (read_facts, partial(load_target, device=torch.device("cpu"))):
+        with pytest.raises(TargetError, match=r"allow it with target\.trust_remote_code=true"):
+            read(str(target))
 
 
 def test_another_way_of_asking_does_not_go_into_the_same_file(

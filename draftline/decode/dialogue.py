@@ -109,9 +109,15 @@ class Dialogue:
         """The row to write, or None where the target gave no answer."""
         if not self.generated:
             return None
+        # What was history only stays so for whoever reads the row.
+        untrained = [isinstance(turn, Message) and not turn.trained for turn in self._settled]
+        messages = [
+            {**turn, "weight": 0} if kept else turn
+            for turn, kept in zip(self._turns(), untrained, strict=True)
+        ]
         return {
             "id": self.id,
-            "messages": self._turns(),
+            "messages": messages,
             **({"tools": self.tools} if self.tools else {}),
             "finish_reason": self.finish_reason,
             "generated": self.generated,

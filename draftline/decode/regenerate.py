@@ -84,15 +84,15 @@ def regenerate(
     }
 
     def generator(conversation: str) -> dict[str, Any]:
-        return {**request.facts(conversation), **fixed}
+        return {"target": request.target, **fixed, **request.facts(conversation)}
 
     out.check_generator(generator)
     out.check_questions(conversations)
     work = _Work(target, out, request, template, generator, most_prompt, batch_size, progress)
     at_once = batch_size * _BATCHES_AT_ONCE
     parts = [conversations[i : i + at_once] for i in range(0, len(conversations), at_once)]
-    if progress is not None:
-        missing = [c for c in conversations if c.id not in out]
+    missing = [c for c in conversations if c.id not in out]
+    if progress is not None and missing:
         progress.begin(
             rows=len(missing),
             answers=sum(Dialogue(c).asks() for c in missing),

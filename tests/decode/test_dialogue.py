@@ -110,6 +110,7 @@ def test_a_turn_that_is_not_trained_stays_and_is_not_asked_for() -> None:
     row = dialogue.row({})
     assert row is not None
     assert [g["turn"] for g in row["generated"]] == [3]
+    assert [m.get("weight") for m in row["messages"]] == [None, 0, None, None]
     silent, _ = drive([user("a"), old("kept", trained=False)], [])
     assert silent.asks() == 0
     assert not silent.next_prompt()
