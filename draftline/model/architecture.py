@@ -105,7 +105,8 @@ def read_tree(path: str, source: str, trust_remote_code: bool) -> dict[str, Any]
 def read_config(path: str, source: str, trust_remote_code: bool) -> Any:
     """transformers' configuration of the checkpoint `source`, whose tree was checked before.
 
-    Raises TargetError for an encoder-decoder model, which some types are without saying so.
+    Raises TargetError for an encoder-decoder model, which some types are without saying so, and for
+    one that has no attention at all.
     """
     from transformers import AutoConfig
 
@@ -114,6 +115,11 @@ def read_config(path: str, source: str, trust_remote_code: bool) -> Any:
         raise TargetError(
             f"target.path={path} is an encoder-decoder model ({config.model_type}); draftline "
             "drafts for decoder-only language models"
+        )
+    if getattr(config.get_text_config(), "num_attention_heads", None) is None:
+        raise TargetError(
+            f"target.path={path}: a {config.model_type} model has no attention heads; draftline "
+            "drafts for models whose context is a cache of keys and values"
         )
     return config
 

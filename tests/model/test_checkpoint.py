@@ -134,6 +134,11 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def mamba() -> Any:
+    config = transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=6)
+    return transformers.MambaForCausalLM(config)
+
+
 def reward() -> Any:
     config = small("LlamaConfig", tie_word_embeddings=True, pad_token_id=0)
     return transformers.LlamaForSequenceClassification(config)
@@ -146,6 +151,7 @@ def reward() -> Any:
         (saved(lambda: transformers.BertModel(small("BertConfig"))), "BertModel: it has no head"),
         (saved(lambda: transformers.BertForMaskedLM(small("BertConfig"))), "BertForMaskedLM"),
         (saved(lambda: transformers.LlamaModel(small("LlamaConfig"))), "LlamaModel: it has no"),
+        (saved(mamba), "a mamba model has no attention heads"),
         (saved(reward), "LlamaForSequenceClassification: it has no head"),
         (lambda p: edit_config(p, architectures=["Qwen2ForRewardModel"]), "Qwen2ForRewardModel"),
         (lambda p: edit_config(p, architectures=["DFlashDraftModel"]), "is a drafter"),
