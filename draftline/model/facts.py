@@ -125,8 +125,8 @@ def _facts(
     num_layers = int(text.num_hidden_layers)
     layers = decoder_layers(model)
     embedding, head = find_ends(model)
-    check_fidelity(model.get_decoder())
     chosen = check_taps(taps, num_layers) if taps is not None else choose_taps(num_layers, num_taps)
+    check_fidelity(model.get_decoder())
     rows = embedding.weight
     embedding_bytes = _bytes([rows])
     trunk = [p for layer in layers[: chosen[-1] + 1] for p in layer.parameters()]

@@ -89,9 +89,10 @@ def shrink(
     if keys := tree.get("linear_num_key_heads"):
         tree["linear_num_value_heads"] = keys * ratio
     for key, value in tree.items():
-        if isinstance(value, (list, tuple, str)) and len(value) == total > 1:
-            picked = [value[i] for i in kept]
-            tree[key] = "".join(picked) if isinstance(value, str) else picked
+        if isinstance(value, (list, tuple)) and len(value) == total > 1:
+            tree[key] = [value[i] for i in kept]
+        elif "pattern" in key and isinstance(value, str) and len(value) == total:
+            tree[key] = "".join(value[i] for i in kept)
         elif re.search(r"(layers|indices|layer_ids)$", key) and isinstance(value, (list, tuple)):
             tree[key] = [kept.index(i) for i in value if i in kept]
     if isinstance(tree.get("per_layer_config"), dict):

@@ -248,6 +248,13 @@ def test_late_kinds_of_layers_come_into_the_twin_with_their_lists() -> None:
     assert check_fidelity(model).undecodable is None
 
 
+@pytest.mark.parametrize("layers", [2, 3, 4, 5, 6, 40])
+def test_any_number_of_layers_has_a_twin(layers: int) -> None:
+    """Four is as long as `silu`, five as `llama`."""
+    found = check_fidelity(on_meta("llama", num_hidden_layers=layers, hidden_act="silu"))
+    assert (found.untried, found.undecodable) == (None, None)
+
+
 def test_shared_keys_stay_shared_in_the_twin() -> None:
     model = on_meta("gemma4_e2b", num_hidden_layers=30, num_kv_shared_layers=14, layer_types=None)
     twin = build_twin(model, small_heads=True).decoder
