@@ -56,6 +56,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 class Case:
     """An export at `drafter`, what we drafted with, and whether it is one that must differ."""
 
+    label: str
     target: Target
     path: str
     name: str
@@ -87,6 +88,7 @@ def tiny_case(
             std=0.1,
         ),
         prompts,
+        steps=15,  # some drafts are taken and some are not
     )
     with torch.no_grad():
         for layer in drafter.layers[1:]:
@@ -94,10 +96,20 @@ def tiny_case(
             layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 4]) if vocab else None
     name = f"{shape}{', draft vocabulary' if vocab else ''}"
-    name += ", scale folded" if target.embed_scale != 1.0 else ""
+    name += ", embedding scale folded" if target.embed_scale != 1.0 else ""
     out = scratch / f"{family}-{shape}{'-vocab' if vocab else ''}"
     export_zlab(drafter, target, target.taps, ids, out, dtype="float32")
-    return Case(target, str(directory), name, out, DraftModel(drafter, ids), prompts, (), 40)
+    return Case(
+        f"tiny {family}",
+        target,
+        str(directory),
+        name,
+        out,
+        DraftModel(drafter, ids),
+        prompts,
+        (),
+        40,
+    )
 
 
 def as_before(
@@ -112,6 +124,7 @@ def as_before(
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config))
     return Case(
+        case.label,
         case.target,
         case.path,
         kind,
@@ -147,9 +160,10 @@ def demo_case(export: Path, count: int) -> Case:
     target = load_target(BUILTIN_TARGET, device=CPU, dtype="float32", taps=taps)
     prompts = read_prompts({"p": "builtin:demo-heldout"}, target, limit=count, template={})["p"]
     return Case(
+        "SmolLM2-135M",
         target,
         resolve_target(BUILTIN_TARGET),
-        "as exported, draft vocabulary" if ids is not None else "as exported",
+        f"{export.name}{'' if ids is None else f', draft vocabulary of {len(ids)}'}",
         export,
         DraftModel(drafter, ids),
         prompts,
@@ -231,7 +245,7 @@ def compare(case: Case, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
     else:
         good, verdict = equal, "equal" if equal else "DIFFERENT"
     return {
-        "target": case.target.architecture.removesuffix("ForCausalLM"),
+        "target": case.label,
         "drafter": case.name,
         "prompts": len(ours),
         "our rounds": total(ours, "rounds"),
@@ -291,7 +305,7 @@ def main() -> int:
             cases.append(
                 as_before(
                     granite,
-                    "full, draft vocabulary, scale as a key",
+                    "full, draft vocabulary, embedding scale as a key",
                     unfolded(granite.draft.drafter, granite.target.embed_scale),
                 )
             )
