@@ -50,9 +50,10 @@ class Case:
 
 
 def tiny_case(
-    scratch: Path, family: str, shape: str, vocab: bool, prompts: list[list[int]]
+    scratch: Path, family: str, shape: str, vocab: bool, steps: int, prompts: list[list[int]]
 ) -> Case:
-    """A tiny target saved at `scratch`, and a drafter taught on its own continuations."""
+    """A tiny target saved at `scratch`, and a drafter taught on its own continuations for so few
+    `steps` that some drafts are taken and some are not."""
     directory = scratch / family
     if not directory.exists():
         tiny_target_dir(directory, family, **TINY)
@@ -67,7 +68,7 @@ def tiny_case(
             std=0.1,
         ),
         prompts,
-        steps=15,  # some drafts are taken and some are not
+        steps=steps,
     )
     with torch.no_grad():
         for layer in drafter.layers[1:]:

@@ -152,12 +152,12 @@ def main() -> int:
             for n in (5, 17, 9, 30)[: options.prompts]
         ]
         cases = [
-            tiny_case(scratch, family, shape, vocab, prompts)
-            for family, shape, vocab in (
-                ("llama", "full", False),
-                ("llama", "full", True),
-                ("llama", "sliding", False),
-                ("granite", "full", True),
+            tiny_case(scratch, family, shape, vocab, steps, prompts)
+            for family, shape, vocab, steps in (
+                ("llama", "full", False, 15),
+                ("llama", "full", True, 15),
+                ("llama", "sliding", False, 15),
+                ("granite", "full", True, 60),
             )
         ]
         if options.faults:
