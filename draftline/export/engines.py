@@ -87,13 +87,12 @@ def choose_folding(engine: str, architecture: str, embed_scale: float, choices: 
     if engine == "auto":
         able = [name for name in ENGINES[1:] if obstacle(name, architecture, embed_scale) is None]
         engine = able[0]
-        how = "folded into its weights" if engine == "vllm" else "kept as a key"
+        what = "folded into the drafter's weights" if engine == "vllm" else "kept as a key"
         choices.record(
             "export.engine",
             wanted="auto",
             got=engine,
-            reason=f"the target multiplies its embeddings by {embed_scale:g}, which vLLM needs folded "
-            f"into the drafter's weights and SGLang does not; the first of vllm, sglang, dflash that "
-            f"can serve {architecture}: {how}",
+            reason=f"the first of vllm, sglang and dflash that can serve {architecture}, whose "
+            f"embeddings are multiplied by {embed_scale:g}: the factor is {what}",
         )
     return engine == "vllm"

@@ -72,7 +72,7 @@ def serve_lines(out: str, config: dict[str, Any], served: Served) -> list[str]:
         if problem is None:
             lines += [f"serve with {title}:", f"  {command(out, config, served)}", *notes]
         else:
-            lines.append(f"not with {title}: {problem.removeprefix(f'{title} ')}")
+            lines.append(f"not with {title}: {problem.replace(title, 'it', 1)}")
     return [*lines, _bounds(config)]
 
 

@@ -90,7 +90,7 @@ def test_engines_without_hooks_are_named(architecture: str, vllm: bool, sglang: 
     text = lines(Served("m", architecture))
     for title, able in (("vLLM 0.32", vllm), ("SGLang 0.5.23", sglang)):
         assert (f"serve with {title}:" in text) == able
-        reason = f"not with {title}: has no hooks to read the hidden states of {architecture}"
+        reason = f"not with {title}: it has no hooks to read the hidden states of {architecture}"
         assert (reason in text) != able
     assert "bounds: " in text
 
@@ -113,7 +113,7 @@ def test_the_form_of_scaled_embeddings(engine: str, architecture: str, folded: b
     if engine == "auto":
         choice = choices.entries[0]
         assert (choice.what, choice.got) == ("export.engine", "vllm" if folded else "dflash")
-        assert "embeddings by 12" in choice.reason
+        assert "embeddings are multiplied by 12" in choice.reason
 
 
 def test_without_a_scale_there_is_nothing_to_choose() -> None:
@@ -151,7 +151,7 @@ def test_an_export_in_the_other_form_is_not_recommended() -> None:
     assert "--engine=vllm" in kept
     both = lines(GRANITE, dflash_config={"embedding_scale_folded": 12.0})
     assert "serve with vLLM" in both
-    assert "not with SGLang 0.5.23: has no hooks" in both
+    assert "not with SGLang 0.5.23: it has no hooks" in both
 
 
 def test_a_cap_that_vllm_does_not_apply_is_said() -> None:
