@@ -23,7 +23,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from draftline.data.generated import Generated
 from draftline.errors import DataError
 from draftline.runlog import write_atomic
 
@@ -42,11 +44,50 @@ _BLANK = "\ufeff \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool: `arguments` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn: `role` is system, user, assistant or tool."""
+    """One turn: `role` is system, user, assistant or tool.
+
+    `trained` is False where the row says that the turn is history only.
+    """
 
     role: str
     content: str
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
+    tool_call_id: str = ""
+    trained: bool = True
+
+    def to_template(self, arguments_as_text: bool = False) -> dict[str, Any]:
+        """The turn as a chat template takes it; arguments of calls are objects unless asked."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        for key in ("reasoning_content", "name", "tool_call_id"):
+            if value := getattr(self, key):
+                turn[key] = value
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    **({"id": call.id} if call.id else {}),
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments
+                        if arguments_as_text
+                        else json.loads(call.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        return turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +95,17 @@ class Conversation:
     """Turns under an id of their own; `origin` is file:line, in a JSON array file:row from 1.
 
     `complete` is False where the row's finish_reason is "length": nothing ends its last answer.
+    `generated` holds the answers that the target gave as ids, in order, and `generator` how it was
+    asked. `tools` is the JSON text of the list given to the template, empty where there is none.
     """
 
     id: str
     messages: tuple[Message, ...]
     origin: str
     complete: bool = True
+    generated: tuple[Generated, ...] = ()
+    generator: Mapping[str, Any] | None = None
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)
