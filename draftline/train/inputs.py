@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.config import Config
-from draftline.data.conversations import Reading, Reject, read_conversations
+from draftline.data.conversations import NOTES, Reading, Reject, read_conversations
+from draftline.data.dates import pinned, writes_date
 from draftline.data.packing import PackPlan, plan_packs
 from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
 from draftline.demo import resolve_data
@@ -38,7 +41,9 @@ _CHARACTERS_A_TOKEN = 4
 class Inputs:
     """What is known before a weight is loaded. `token_ids [draft_vocab]` int64 on the CPU, or None
     for the whole vocabulary; `cut_turns` answers begin behind data.max_length; `estimated` says
-    that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run."""
+    that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run. `notes`
+    counts what was changed in rows that are kept, or not used of them, by the words of
+    `conversations.NOTES`; `date` is the day that the chat template wrote, None where it writes none."""
 
     facts: TargetFacts
     samples: tuple[Sample, ...]
@@ -49,6 +54,8 @@ class Inputs:
     shape: DrafterShape
     token_ids: Tensor | None
     estimated: bool = False
+    notes: Mapping[str, int] = field(default_factory=dict)
+    date: datetime.date | None = None
 
     @property
     def tokens(self) -> int:
@@ -68,6 +75,8 @@ class Inputs:
         if self.rejects:
             counts = Counter(r.reason for r in self.rejects)
             text += "; left out " + ", ".join(f"{n} {reason}" for reason, n in counts.items())
+        if self.notes:
+            text += "; noted " + ", ".join(f"{n} {note}" for note, n in self.notes.items())
         return text
 
 
@@ -117,26 +126,32 @@ def prepare(
     available: Sequence[DeviceFacts] | None = None,
     *,
     estimate: bool = False,
+    today: datetime.date | None = None,
 ) -> Inputs:
     """Reads the target's facts and the data, tokenises, and settles the drafter's shape.
 
     No weight is loaded. `available` are the GPUs, by default those that are visible. A target
-    directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths.
+    directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths. `today`
+    is the date of a chat template that writes one, where data.date gives none; by default the clock's.
     """
     reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
-    for note, count in reading.notes.items():
-        log.info("data: %d x %s", count, note)
     facts = open_facts(
         config, device_type(config, visible_devices() if available is None else available)
     )
     estimated = facts.tokenizer is None
+    date = None
     if not estimated:
+        date = settle_date(config, facts.tokenizer, choices, today)
         tokenized = tokenize(
             reading.conversations,
             facts.tokenizer,
             max_length=config.data.max_length,
             block_size=config.block_size,
-            template_kwargs=config.data.template,
+            template_kwargs=template_arguments(config, date),
+            stop_ids=facts.stop_ids,
+            embedding_rows=facts.embedding_rows,
+            vocab_size=facts.vocab_size,
+            asked_template=config.data.template,
         )
         used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
         for sample in tokenized.samples:
@@ -150,6 +165,10 @@ def prepare(
             f"target.path={config.target.path} has no tokenizer (tokenizer.json, "
             "tokenizer_config.json); copy the target's into it"
         )
+    notes = Counter(reading.notes)
+    notes.update(tokenized.notes)
+    for note, count in notes.items():
+        log.info("data: %d x %s: %s", count, note, NOTES[note])
     token_ids = None
     if config.drafter.vocab_size is not None:
         token_ids = _draft_vocabulary(config.drafter.vocab_size, tokenized.samples, facts, choices)
@@ -163,7 +182,40 @@ def prepare(
         shape=build_shape(config, facts, mask_token),
         token_ids=token_ids,
         estimated=estimated,
+        notes=notes,
+        date=date,
     )
+
+
+def settle_date(
+    config: Config, tokenizer: Any, choices: Choices, today: datetime.date | None = None
+) -> datetime.date | None:
+    """The day that the chat template is to write in this run, None where it writes none."""
+    given = config.data.date
+    writes = tokenizer.chat_template is not None and writes_date(tokenizer, config.data.template)
+    if not writes:
+        if given is not None:
+            choices.record(
+                "data.date",
+                wanted=str(given),
+                got="no date",
+                reason="the chat template writes none",
+            )
+        return None
+    date = given or today or datetime.date.today()
+    choices.record(
+        "data.date",
+        wanted="null" if given is None else str(given),
+        got=str(date),
+        reason="the chat template writes the day into every prompt; this one is kept by --resume "
+        "and eval",
+    )
+    return date
+
+
+def template_arguments(config: Config, date: datetime.date | None) -> dict[str, Any]:
+    """What the chat template is called with: `data.template`, on that day if there is one."""
+    return dict(config.data.template) if date is None else pinned(config.data.template, date)
 
 
 def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
@@ -177,8 +229,7 @@ def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
     )
     samples = []
     for conversation in reading.conversations:
-        characters = sum(len(message.content) for message in conversation.messages)
-        wanted = max(config.block_size, characters // _CHARACTERS_A_TOKEN)
+        wanted = max(config.block_size, conversation.tokens_guessed(_CHARACTERS_A_TOKEN))
         length = min(wanted, config.data.max_length)
         ids = np.zeros(length, np.int32)
         mask = np.ones(length, np.bool_)

@@ -16,7 +16,7 @@ from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
 from draftline.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 
-_FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template")
+_FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template", "data.date=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
     if fixed:
         raise ConfigError(
             f"{', '.join(fixed)}: fixed by the training of {path}; only evaluate.*, run.*, "
-            "target.path, target.dtype and data.template can be changed afterwards"
+            "target.path, target.dtype, data.template and data.date can be changed afterwards"
         )
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a run directory or a checkpoint")
