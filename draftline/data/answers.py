@@ -146,7 +146,6 @@ class Answers:
                 return Turn(whole, len(prompt), after + len(ending), bool(ending))
         ending = "" if cut else self._ending(index, *self._own_end(text, said))
         if ending and said.endswith(ending.strip()):
-            ending = ""
             return Turn(prompt + said, len(prompt), len(prompt + said), True)
         whole = prompt + said + ending
         return Turn(whole, len(prompt), len(whole), bool(ending))
@@ -175,12 +174,12 @@ class Answers:
         """An answer with thinking or calls in fields of their own, which the template writes."""
         message = self._said[index]
         if text.startswith(prompt):
-            begin, given = len(prompt), text
+            begin, given, served = len(prompt), text, False
         elif thought is not None and text.startswith(prompt[: thought.begin]):
             rest = spoken_after(text[thought.begin :], thought, cut)
             if rest is None:
                 raise _LeftOut("template_not_prefix", _does_not_follow(prompt))
-            begin, given = len(prompt), prompt + rest
+            begin, given, served = len(prompt), prompt + rest, True
         else:
             raise _LeftOut("template_not_prefix", _does_not_follow(prompt))
         closing = self.chat.closing.search(given, begin)
@@ -194,13 +193,19 @@ class Answers:
             if thought is not None and thought.open and thought.closer not in message.content:
                 raise _LeftOut("template_not_prefix", _does_not_follow(prompt))
             if holds_empty_block(body):
-                body = without_empty_block(body)
-        whole = prompt + body
+                body, served = without_empty_block(body), True
         if cut:
             # What the target had not written yet cannot be told from what the template closes.
-            raise _LeftOut("cut_call", "an answer that was cut holds fields, not text")
+            if message.tool_calls:
+                raise _LeftOut("cut_call", "the answer was cut, and its calls are no text")
+            last = message.content.strip() or message.reasoning_content.strip()
+            body = body[: body.rfind(last) + len(last)]
+            return Turn(prompt + body, begin, begin + len(body), False)
+        whole = prompt + body
         ending = self._ending(index, whole + close, len(whole))
-        return Turn(whole + ending, begin, len(whole + ending), bool(ending))
+        end = len(whole) + len(ending)
+        shown = given if not served and given.startswith(whole + ending) else whole + ending
+        return Turn(shown, begin, end, bool(ending))
 
     def _own_end(self, text: str | None, said: str) -> tuple[str, int]:
         """A render and the place in it at which its last answer's own text ends."""
