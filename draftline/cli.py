@@ -157,7 +157,7 @@ def evaluate_command(
     """Decode prompts with a trained drafter and without, and compare.
 
     RUN stands for its newest whole checkpoint. Overrides may change evaluate.*, run.*, target.path,
-    target.dtype and data.template; the rest is fixed by the training.
+    target.dtype, data.template and data.date; the rest is fixed by the training.
     """
     import json
 
@@ -171,7 +171,7 @@ def evaluate_command(
         score_table,
     )
     from draftline.runlog import provenance, write_atomic
-    from draftline.train.inputs import open_target
+    from draftline.train.inputs import open_target, settle_date, template_arguments
     from draftline.train.restore import restore
 
     if out is not None and not out.parent.is_dir():
@@ -187,10 +187,11 @@ def evaluate_command(
         None if token_ids is None else token_ids.to(target.device),
     )
     section = config.evaluate
+    template = template_arguments(config, settle_date(config, target.tokenizer, choices))
     scores = evaluate(
         target,
         draft,
-        read_prompts(section.prompts, target, limit=section.limit, template=config.data.template),
+        read_prompts(section.prompts, target, limit=section.limit, template=template),
         temperatures=section.temperatures,
         max_new_tokens=section.max_new_tokens,
         batch_size=section.batch_size,

@@ -6,6 +6,7 @@ The descriptions are what `draftline config schema` prints. `None` (YAML `null`)
 
 from __future__ import annotations
 
+import datetime
 import re
 from typing import Any, Literal
 
@@ -284,6 +285,11 @@ class DataSection(Section):
     )
     template: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the chat template."
+    )
+    date: datetime.date | None = Field(
+        None,
+        description="Day that the chat template writes, where it writes one; null: the day on which "
+        "the run starts, kept when it is resumed.",
     )
 
     @field_validator("heldout", mode="after")

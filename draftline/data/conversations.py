@@ -1,14 +1,9 @@
 """Conversation files: every common format read into one, every row accounted for.
 
-A file is JSON Lines, a JSON array of rows, or one JSON object, plain or gzipped. A row holds
-`messages` [{role, content}] or `conversations` [{from, value}], in any mixture of those turn keys.
-What is changed in a row that is kept is counted in `Reading.notes`:
-
-* leading_turns_dropped: no user turn leads to them and many templates refuse them; system stays
-* trailing_turns_dropped: with `need_answer`, turns after the last answer, which nothing answers
-* turns_merged: neighbours of one role but tool are joined, as some templates want alternation
-* tools_ignored: a tool list beside the turns; give one to the template instead
-* id_made_unique: an id used before gets `#2`, `#3`, ...
+A row holds `messages` [{role, content}] or `conversations` [{from, value}], in any mixture of those
+turn keys, with `generated` ids beside them where a target wrote the answers; or `input_ids` with
+`loss_mask` or `labels`; or a whole rendered conversation in `text`. What is changed in a row that is
+kept, or not used of it, is counted in `Reading.notes` by the words of `NOTES`.
 
 Text stays as it is, with NUL, direction marks and literal special tokens: a user may type those.
 Only a lone surrogate, which is no text, rejects its row.
@@ -16,78 +11,61 @@ Only a lone surrogate, which is no text, rejects its row.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftline.data.generated import Generated
+from draftline.data.generated import Generated, IdReader, TokenRow
+from draftline.data.messages import (
+    Message,
+    ToolCall,
+    check_unicode,
+    read_flag,
+    read_message,
+    read_tools,
+)
+from draftline.data.rows import BadRow, rows_of
 from draftline.errors import DataError
 from draftline.runlog import write_atomic
 
-_TURN_KEYS = ("messages", "conversations", "conversation")
-_ROLE_OF = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(
-        ("assistant", "gpt", "model", "bot", "function_call", "tool_call"), "assistant"
-    ),
-    **dict.fromkeys(("tool", "function", "observation", "tool_response", "ipython"), "tool"),
+__all__ = [
+    "NOTES",
+    "Conversation",
+    "Generated",
+    "Message",
+    "Reading",
+    "Reject",
+    "TokenRow",
+    "ToolCall",
+    "describe_rejects",
+    "read_conversations",
+    "write_rejects",
+]
+
+NOTES = {
+    "leading_turns_dropped": "no user turn leads to them and many templates refuse them",
+    "trailing_turns_dropped": "nothing answers the turns after the last answer",
+    "turns_merged": "neighbours of one role but tool are joined, as templates want alternation",
+    "untrained_by_merge": "an answer to be learned was joined with one that is not, and is not",
+    "id_made_unique": "an id used before gets #2, #3, ...",
+    "prompt_weight_ignored": "only answers are learned, whatever the weight of other turns",
+    "text_ignored": "the turns beside it are used",
+    "generator_unknown": "generated ids say nothing of their generator, so nothing is compared",
+    "tools_ignored": "the chat template does not write the row's tools",
+    "end_not_a_stop_token": "the template ends these answers with what the target does not stop "
+    "with, so their end is not taught",
+    "no_end_of_turn": "neither template nor tokenizer has a token that ends these answers",
+    "bos_added": "the template begins with the token that their text lacks",
 }
-# The target generates these too, so an answer read without them is not the target's answer.
-_UNREAD_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning")
-_BLANK = "\ufeff \t\r\n"
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool: `arguments` is the JSON text of an object."""
-
-    name: str
-    arguments: str
-    id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn: `role` is system, user, assistant or tool.
-
-    `trained` is False where the row says that the turn is history only.
-    """
-
-    role: str
-    content: str
-    reasoning_content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    name: str = ""
-    tool_call_id: str = ""
-    trained: bool = True
-
-    def to_template(self, arguments_as_text: bool = False) -> dict[str, Any]:
-        """The turn as a chat template takes it; arguments of calls are objects unless asked."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
-        for key in ("reasoning_content", "name", "tool_call_id"):
-            if value := getattr(self, key):
-                turn[key] = value
-        if self.tool_calls:
-            turn["tool_calls"] = [
-                {
-                    **({"id": call.id} if call.id else {}),
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": call.arguments
-                        if arguments_as_text
-                        else json.loads(call.arguments),
-                    },
-                }
-                for call in self.tool_calls
-            ]
-        return turn
+_TURN_KEYS = ("messages", "conversations", "conversation")
+_MEDIA = ("images", "image", "videos", "audios")
+# A text without any such mark is no rendered conversation.
+_MARKED = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +74,9 @@ class Conversation:
 
     `complete` is False where the row's finish_reason is "length": nothing ends its last answer.
     `generated` holds the answers that the target gave as ids, in order, and `generator` how it was
-    asked. `tools` is the JSON text of the list given to the template, empty where there is none.
+    asked. `tools` is the JSON text of the list given to the template, "" where there is none, and
+    `arguments` that of the row's own template arguments. A row of ids (`tokens`) or of rendered
+    text (`text`) has no messages.
     """
 
     id: str
@@ -106,6 +86,18 @@ class Conversation:
     generated: tuple[Generated, ...] = ()
     generator: Mapping[str, Any] | None = None
     tools: str = ""
+    arguments: str = ""
+    tokens: TokenRow | None = None
+    text: str = ""
+
+    def tokens_guessed(self, characters_a_token: int) -> int:
+        """About how many tokens it has; exact where the row has ids."""
+        if self.tokens is not None:
+            return len(self.tokens.input_ids)
+        if self.generated:
+            return len(self.generated[-1].prompt_ids) + len(self.generated[-1].answer_ids)
+        said = sum(len(m.content) + len(m.reasoning_content) for m in self.messages)
+        return (len(self.text) + said) // characters_a_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +125,6 @@ class Reading:
         return dict(Counter(reject.reason for reject in self.rejects).most_common())
 
 
-class _BadRow(ValueError):
-    """Why a row is not used: its args are the reason and the detail of the Reject."""
-
-
 def read_conversations(paths: Sequence[Path], *, need_answer: bool = True) -> Reading:
     """Every row of the files in order, as a conversation or as a reject with its reason.
 
@@ -149,18 +137,24 @@ def read_conversations(paths: Sequence[Path], *, need_answer: bool = True) -> Re
     kept: list[Conversation] = []
     rejects: list[Reject] = []
     notes: Counter[str] = Counter()
-    origins: dict[tuple[Message, ...], str] = {}
+    origins: dict[object, str] = {}
     copies: dict[str, int] = {}
+    reader = _Reader(need_answer)
     for path in paths:
-        for line, row in _rows(path):
+        for line, row in rows_of(path):
             given = row.get("id") if isinstance(row, dict) else None
             name = stem = f"{path.name}:{line}" if given in (None, "") else str(given)
             try:
-                messages, seen = _conversation(row, need_answer)
-                _check_unicode(name, "id")
-                if messages in origins:
-                    raise _BadRow("duplicate", f"same turns as {origins[messages]}")
-            except _BadRow as bad:
+                conversation, seen = reader.read(row)
+                check_unicode(name, "id")
+                key = conversation.tokens or (
+                    conversation.messages,
+                    conversation.tools,
+                    conversation.text,
+                )
+                if key in origins:
+                    raise BadRow("duplicate", f"same turns as {origins[key]}")
+            except BadRow as bad:
                 rejects.append(Reject(str(path), line, name, *bad.args))
                 continue
             while name in copies:
@@ -168,11 +162,9 @@ def read_conversations(paths: Sequence[Path], *, need_answer: bool = True) -> Re
                 name = f"{stem}#{copies[stem]}"
                 seen.add("id_made_unique")
             copies[name] = 1
-            origins[messages] = f"{path}:{line}"
+            origins[key] = f"{path}:{line}"
             notes.update(seen)
-            assert isinstance(row, dict), "anything else is a bad row"
-            whole = row.get("finish_reason") != "length"
-            kept.append(Conversation(name, messages, origins[messages], whole))
+            kept.append(replace(conversation, id=name, origin=origins[key]))
     if not kept:
         raise DataError(
             f"no usable conversation in {', '.join(map(str, paths))}: {describe_rejects(rejects)}. "
@@ -196,119 +188,94 @@ def write_rejects(rejects: Sequence[Reject], path: Path) -> None:
     write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
-def _rows(path: Path) -> Iterator[tuple[int, object]]:
-    """Every row with its number: the line, or the place in a JSON array; no JSON is a _BadRow."""
-    text = _text(path)
-    # Not splitlines(): it also splits at U+2028 and others that JSON allows inside a string.
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip(_BLANK)]
-    if not lines:
-        raise DataError(f"{path} is empty; check that the step which was to write it finished")
-    first = _parse(lines[0][1])
-    if isinstance(first, _BadRow) or (isinstance(first, list) and len(lines) == 1):
-        document = _parse(text)
-        if not isinstance(document, _BadRow):
-            yield from enumerate(document if isinstance(document, list) else [document], 1)
-            return
-        if not any(isinstance(_parse(line), dict) for _, line in lines):
-            raise DataError(
-                f"{path} is neither JSON Lines nor one JSON document ({document.args[1]}); "
-                f"it begins {text[:30]!a}, likely cut off or another format. Write JSON Lines"
-            )
-    for number, line in lines:
-        row = _parse(line)
-        if isinstance(row, _BadRow) and line is lines[-1][1] and not text.endswith("\n"):
-            row = _BadRow("truncated_line", f"the last line is cut off: {row.args[1]}")
-        yield number, row
+class _Reader:
+    """Rows to conversations; what many rows repeat (ids, tools, generators) is kept once."""
+
+    def __init__(self, need_answer: bool) -> None:
+        self._need_answer = need_answer
+        self._ids = IdReader()
+        self._texts: dict[str, str] = {}
+        self._generators: dict[str, Mapping[str, Any]] = {}
+
+    def read(self, row: object) -> tuple[Conversation, set[str]]:
+        """A conversation that has no id and origin yet, and the notes on it; raises BadRow."""
+        if isinstance(row, BadRow):
+            raise row
+        if not isinstance(row, dict):
+            raise BadRow("not_object", f"a row is an object, this is a {type(row).__name__}")
+        if self._need_answer and read_flag(_without_lists(row), "the row") is False:
+            raise BadRow("not_trained", "the row has a weight of 0")
+        if any(row.get(key) for key in _MEDIA):
+            raise BadRow("not_text", f"the row has {next(k for k in _MEDIA if row.get(k))}")
+        whole = row.get("finish_reason") != "length"
+        if self._need_answer and isinstance(row.get("input_ids"), list):
+            tokens = self._ids.token_row(row)
+            return Conversation("", (), "", whole, tokens=tokens), set()
+        lists = [row[key] for key in _TURN_KEYS if isinstance(row.get(key), list)]
+        text = row["text"] if isinstance(row.get("text"), str) else ""
+        marked = _MARKED.search(text) is not None
+        if not lists:
+            if self._need_answer and marked:
+                check_unicode(text, "text")
+                return Conversation("", (), "", whole, text=text), set()
+            keys = ", ".join(map(ascii, row))
+            raise BadRow("no_messages", f"no list of turns, the keys are {keys}")
+        conversation, notes = self._of_turns(row, lists, whole)
+        return conversation, notes | ({"text_ignored"} if marked else set())
+
+    def _of_turns(
+        self, row: dict[str, Any], lists: list[list[object]], whole: bool
+    ) -> tuple[Conversation, set[str]]:
+        if not any(lists):
+            raise BadRow("empty_conversation", "the list of turns is empty")
+        read = [[read_message(n, turn) for n, turn in enumerate(turns)] for turns in lists]
+        messages, *others = [[message for message, _ in turns] for turns in read]
+        if any(other != messages for other in others):
+            raise BadRow("two_schemas", "messages and conversations hold different turns")
+        notes = set().union(*(seen for _, seen in read[0]))
+        tools = read_tools(row)
+        arguments = row.get("chat_template_kwargs")
+        said = json.dumps(arguments, sort_keys=True) if arguments else ""
+        shared = (self._texts.setdefault(tools, tools), self._texts.setdefault(said, said))
+        if self._need_answer and row.get("generated"):
+            generated = self._ids.generated(row, messages)
+            generator = row.get("generator")
+            if isinstance(generator, dict):
+                known = json.dumps(generator, sort_keys=True)
+                generator = self._generators.setdefault(known, generator)
+            else:
+                notes.add("generator_unknown")
+                generator = None
+            return Conversation(
+                "", tuple(messages), "", whole, generated, generator, *shared
+            ), notes
+        if isinstance(system := row.get("system"), str) and system.strip():
+            instruction, _ = read_message("system", {"role": "system", "content": system})
+            if messages[0] != instruction:
+                messages.insert(0, instruction)
+        kept, trimmed = _trim(messages, self._need_answer)
+        if self._need_answer and not any(m.role == "assistant" and m.trained for m in kept):
+            raise BadRow("not_trained", "every answer has a weight of 0")
+        return Conversation("", kept, "", whole, tools=shared[0], arguments=shared[1]), (
+            notes | trimmed
+        )
 
 
-def _text(path: Path) -> str:
-    """The file's text, unzipped; raises DataError that says what was found instead."""
-    try:
-        raw = path.read_bytes()
-        if raw.startswith(b"\x1f\x8b"):
-            raw = gzip.decompress(raw)
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        at = f"byte 0x{raw[error.start]:02x} at offset {error.start}"
-        seen = f"is not UTF-8 ({at}), it begins {raw[:8]!r}; likely another format: convert it"
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        seen = f"is a damaged gzip file of {len(raw)} bytes: {error}; likely cut off. Copy it again"
-    except IsADirectoryError:
-        seen = f"is a directory; give the files in it, for example with {path / '*.jsonl'}"
-    except OSError as error:
-        seen = f"cannot be read: {error.strerror}; check the path, seen from {Path.cwd()}"
-    raise DataError(f"{path} {seen}") from None
-
-
-def _parse(text: str) -> object:
-    try:
-        return json.loads(text.strip(_BLANK))
-    except (ValueError, RecursionError) as error:
-        return _BadRow("not_json", str(error))
-
-
-def _conversation(row: object, need_answer: bool) -> tuple[tuple[Message, ...], set[str]]:
-    """The messages that a row stands for and the notes on it; raises _BadRow."""
-    if isinstance(row, _BadRow):
-        raise row
-    if not isinstance(row, dict):
-        raise _BadRow("not_object", f"a row is an object, this is a {type(row).__name__}")
-    lists = [row[key] for key in _TURN_KEYS if isinstance(row.get(key), list)]
-    if not lists:
-        raise _BadRow("no_messages", f"no list of turns, the keys are {', '.join(map(ascii, row))}")
-    if not any(lists):
-        raise _BadRow("empty_conversation", "the list of turns is empty")
-    messages, *others = [[_message(n, turn) for n, turn in enumerate(turns)] for turns in lists]
-    if any(other != messages for other in others):
-        raise _BadRow("two_schemas", "messages and conversations hold different turns")
-    if isinstance(system := row.get("system"), str) and system.strip():
-        instruction = _message("system", {"role": "system", "content": system})
-        if messages[0] != instruction:
-            messages.insert(0, instruction)
-    kept, notes = _trim(messages, need_answer)
-    return kept, notes | ({"tools_ignored"} if row.get("tools") else set())
-
-
-def _message(name: object, turn: object) -> Message:
-    where = f"turn {name}"
-    if not isinstance(turn, dict):
-        raise _BadRow("turn_not_object", f"{where} is a {type(turn).__name__}")
-    alias = turn.get("role", turn.get("from"))
-    role = _ROLE_OF.get(alias.strip().lower()) if isinstance(alias, str) else None
-    if role is None:
-        raise _BadRow("unknown_role", f"{where} has the role {alias!a}")
-    for field in _UNREAD_FIELDS:
-        if turn.get(field):
-            raise _BadRow("unsupported_field", f"{where} has {field}; write it into the content")
-    content = turn.get("content", turn.get("value"))
-    parts = content if isinstance(content, list) else [content]
-    text = "".join(_part(part, where) for part in parts if part is not None)
-    # A tool may return nothing and a system turn may ask for no default prompt.
-    if role in ("user", "assistant") and not text.strip():
-        raise _BadRow("empty_turn", f"{where} ({role}) has no text")
-    _check_unicode(text, where)
-    return Message(role, text)
-
-
-def _part(part: object, where: str) -> str:
-    if isinstance(part, dict) and part.get("type", "text") == "text":
-        part = part.get("text", part.get("value"))
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise _BadRow("not_text", f"{where} holds {kind!a}, only text is read")
+def _without_lists(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without what is said token by token."""
+    return {key: value for key, value in row.items() if not isinstance(value, list)}
 
 
 def _trim(messages: list[Message], need_answer: bool) -> tuple[tuple[Message, ...], set[str]]:
-    """The turns that are kept, neighbours of one role joined by a blank line; raises _BadRow."""
+    """The turns that are kept, neighbours of one role joined by a blank line; raises BadRow."""
     notes = set()
     roles = [message.role for message in messages]
     if "user" not in roles:
-        raise _BadRow("no_user_turn", f"the roles are {', '.join(sorted(set(roles)))}")
+        raise BadRow("no_user_turn", f"the roles are {', '.join(sorted(set(roles)))}")
     first, end = roles.index("user"), len(roles)
     if need_answer:
         if "assistant" not in roles[first:]:
-            raise _BadRow("no_assistant_turn", "no assistant turn follows a user turn")
+            raise BadRow("no_assistant_turn", "no assistant turn follows a user turn")
         end -= roles[::-1].index("assistant")
     if end < len(roles):
         notes.add("trailing_turns_dropped")
@@ -317,16 +284,32 @@ def _trim(messages: list[Message], need_answer: bool) -> tuple[tuple[Message, ..
         notes.add("leading_turns_dropped")
     merged: list[Message] = []
     for message in [*lead, *messages[first:end]]:
-        if merged and message.role == merged[-1].role != "tool":
+        if merged and _joins(merged[-1], message):
             notes.add("turns_merged")
-            merged[-1] = Message(message.role, f"{merged[-1].content}\n\n{message.content}")
+            if merged[-1].trained != message.trained:
+                notes.add("untrained_by_merge")
+            merged[-1] = _joined(merged[-1], message)
         else:
             merged.append(message)
     return tuple(merged), notes
 
 
-def _check_unicode(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _BadRow("bad_unicode", f"{where} has a lone {text[error.start]!a}") from None
+def _joins(first: Message, second: Message) -> bool:
+    """Whether two neighbours are one turn: nothing that is written first may come to stand last."""
+    if first.role != second.role or first.role == "tool":
+        return False
+    behind = second.content or second.reasoning_content
+    return not (first.tool_calls and behind) and not (first.content and second.reasoning_content)
+
+
+def _joined(first: Message, second: Message) -> Message:
+    plain = not second.tool_calls
+    contents = (first.content, second.content)
+    thoughts = (first.reasoning_content, second.reasoning_content)
+    return replace(
+        first,
+        content="\n\n".join(contents if plain else filter(None, contents)),
+        reasoning_content="\n\n".join(filter(None, thoughts)),
+        tool_calls=first.tool_calls + second.tool_calls,
+        trained=first.trained and second.trained,
+    )

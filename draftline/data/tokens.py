@@ -1,47 +1,38 @@
-"""Samples: a conversation as the target's chat template writes it, with a mask on its answers.
+"""Samples: rows of ids with a mask on what the target says.
 
-For the assistant turn at index i let P be the render of the turns before it with the generation
-prompt, and F the render up to and including it. What the target generates is F past P, through the
-template's end-of-turn token. Special tokens that a user typed stay special, as in serving.
-
-A template may change earlier turns once later ones exist (Qwen3 drops their thinking). An answer is
-therefore supervised only inside a render that begins with its own F; a conversation becomes several
-samples where one render cannot hold all of its answers.
+A sample is what serving shows the target and then the target's answer. Where a row has the ids that
+were generated they are taken as they are; a text is rendered (`data/answers.py`). A template may
+change earlier turns once later ones exist (Qwen3 drops their thinking): an answer is supervised only
+inside a render that begins with its own, and a conversation becomes several samples where one render
+cannot hold all of its answers. Special tokens that a user typed stay special, as in serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from draftline.data.answers import Answers, Turn, reject_reasons
+from draftline.data.chat import Chat, ChatTokenizer, Ids, Spans
 from draftline.data.conversations import Conversation, Reject, describe_rejects
+from draftline.data.formatted import Formatted
+from draftline.data.generated import check_generators, normal_arguments
 from draftline.errors import DataError
 
 Mask = NDArray[np.bool_]
-
-
-class ChatTokenizer(Protocol):
-    """The part of a Hugging Face fast tokenizer that `tokenize` uses."""
-
-    @property
-    def chat_template(self) -> Any: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-    def __call__(self, text: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A token row: `input_ids` int32 [tokens] and `loss_mask` bool [tokens], on answers only.
 
-    `truncated` says that the template's render went on past the last token.
+    `truncated` says that the conversation went on past the last token, or was to.
     """
 
     id: str
@@ -55,7 +46,8 @@ class Tokenized:
     """The samples in the order of their conversations, and what did not become one.
 
     `tokens` and `supervised_tokens` are sums over the samples; `cut_turns` answers begin past
-    max_length. Every conversation has a sample or a reject.
+    max_length. Every conversation has a sample or a reject. `notes` counts by the words of
+    `conversations.NOTES`.
     """
 
     samples: tuple[Sample, ...]
@@ -63,97 +55,7 @@ class Tokenized:
     tokens: int
     supervised_tokens: int
     cut_turns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A rendered answer: it is `text[begin:end]`, and `text` is all up to this turn."""
-
-    text: str
-    begin: int
-    end: int
-
-
-class _Chat:
-    """A tokenizer with the arguments of its template; raises DataError where it cannot serve."""
-
-    def __init__(self, tokenizer: ChatTokenizer, arguments: Mapping[str, object]) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            name = type(tokenizer).__name__
-            raise DataError(
-                f"{name} is slow and gives no offsets; load the target's tokenizer.json"
-            )
-        if not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template; take an instruct model or set one")
-        added = tokenizer.added_tokens_decoder.items()
-        self.tokenizer = tokenizer
-        self.arguments = arguments
-        self.special = {key: str(token.content) for key, token in added if token.special}
-
-    def render(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """The template's text, with the prompt that opens an answer at its end if `prompt`."""
-        call = self.tokenizer.apply_chat_template
-        return str(call(messages, tokenize=False, add_generation_prompt=prompt, **self.arguments))
-
-    def encode(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Ids [tokens] as apply_chat_template has them, and character spans [tokens, 2]."""
-        asked = {"add_special_tokens": False, "padding": False, "truncation": False}
-        encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False, **asked)
-        spans = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        return np.asarray(encoded["input_ids"], np.int32), spans
-
-    def tokens_of(self, turn: _Turn, ids: NDArray[np.int32], spans: NDArray[np.int64]) -> slice:
-        """The tokens that lie wholly inside the answer.
-
-        Byte-level tokenizers with trim_offsets leave leading spaces out of a token's span, so one
-        that reaches back into the prompt shows by the gap before it and by its own leading space.
-        """
-        first = int(np.searchsorted(spans[:, 0], turn.begin, "left"))
-        while 0 < first < len(ids) and spans[first - 1, 1] < turn.begin:
-            if not str(self.tokenizer.convert_ids_to_tokens(int(ids[first]))).startswith("Ġ"):
-                break
-            first += 1
-        stop = int(np.searchsorted(spans[:, 1], turn.end, "right"))
-        # An end-of-turn token with rstrip has the newline after it in its span.
-        if stop < len(ids) and spans[stop, 0] < turn.end and int(ids[stop]) in self.special:
-            stop += 1
-        return slice(first, stop)
-
-
-class _Answers:
-    """The answers of one conversation, each rendered when first asked for, and the failures."""
-
-    def __init__(self, chat: _Chat, conversation: Conversation) -> None:
-        self.chat = chat
-        self.conversation = conversation
-        self._messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        self.cut = not conversation.complete
-        self._turns: dict[int, _Turn | None] = {}
-        self.failures: dict[str, dict[int, str]] = {}
-
-    def get(self, index: int) -> _Turn | None:
-        """The answer at this message, or None where the template gives none."""
-        if index not in self._turns:
-            self._turns[index] = self._render(index)
-        return self._turns[index]
-
-    def _render(self, index: int) -> _Turn | None:
-        try:
-            prompt = self.chat.render(self._messages[:index], True)
-            text = self.chat.render(self._messages[: index + 1], False)
-        except (TemplateError, TypeError, ValueError) as error:
-            self.failures.setdefault("template_error", {})[index] = str(error)
-            return None
-        if not text.startswith(prompt):
-            detail = f"the generation prompt ends {prompt[-30:]!a}, the answer does not follow it"
-            self.failures.setdefault("template_not_prefix", {})[index] = detail
-            return None
-        begin = len(prompt)
-        ended, body = _answer_lengths(text[begin:], self.chat.special.values())
-        if self.cut and index == len(self._messages) - 1:
-            # The template ends every answer, the target did not end this one.
-            return _Turn(text[: begin + body], begin, begin + body)
-        return _Turn(text, begin, begin + ended)
+    notes: Mapping[str, int] = field(default_factory=dict)
 
 
 def tokenize(
@@ -163,38 +65,49 @@ def tokenize(
     max_length: int,
     block_size: int,
     template_kwargs: Mapping[str, object] | None = None,
+    stop_ids: Sequence[int] | None = None,
+    embedding_rows: int | None = None,
+    vocab_size: int | None = None,
+    asked_template: Mapping[str, object] | None = None,
 ) -> Tokenized:
     """Samples of at most `max_length` tokens that each hold an anchor for `block_size`.
 
-    A sample's ids are what `apply_chat_template` gives for its messages, cut at the end. One
-    that does not hold every answer has its last message in its id, as `#turn<i>`. Rejects:
-    `template_error` and `template_not_prefix`, for the turns that the detail names while the others
-    still count, `no_supervised_tokens`, `shorter_than_a_block`. Raises DataError for a tokenizer
-    without template or offsets, and when no sample is left.
+    `stop_ids` are the target's, `embedding_rows` and `vocab_size` the rows of its embedding and its
+    head; None leaves unknown and unchecked. `asked_template` are the arguments that rows are compared
+    with where `template_kwargs` hold more, such as a pinned clock.
+
+    A sample that does not hold every answer has its last message in its id, as `#turn<i>`. Rejects,
+    for the turns that the detail names while the others still count: `template_error`,
+    `template_not_prefix`, `reasoning_not_in_template`, `tool_calls_not_in_template`,
+    `content_not_in_template`, `cut_call`, `no_answer_mark`, `seam_not_encodable`; of rows
+    `template_arguments`; of samples `token_beyond_embedding`, `token_beyond_head`,
+    `no_supervised_tokens`, `shorter_than_a_block`. Raises DataError for a tokenizer without template
+    or offsets, for generated ids of another template, its arguments or vocabulary, and when no sample
+    is left.
     """
-    chat = _Chat(tokenizer, template_kwargs or {})
+    arguments = template_kwargs or {}
+    chat = Chat(tokenizer, arguments, stop_ids)
+    conversations = list(conversations)
+    asked = arguments if asked_template is None else asked_template
+    check_generators(_generators(conversations), tokenizer.chat_template, asked, vocab_size)
+    wanted = normal_arguments(asked)
     samples: list[Sample] = []
     rejects: list[Reject] = []
+    notes: Counter[str] = Counter()
     cut_turns = 0
     for conversation in conversations:
         file, _, line = conversation.origin.rpartition(":")
-        answers = _Answers(chat, conversation)
-        found, cut = _samples(answers, max_length)
+        found, why, cut = _of(conversation, chat, max_length, wanted, notes)
         cut_turns += cut
-        why = {
-            reason: f"turns {', '.join(map(str, turns))}: {next(iter(turns.values()))}"
-            for reason, turns in answers.failures.items()
-        }
         if not found and not why:
             why["no_supervised_tokens"] = f"no answer within max_length={max_length} tokens"
         rejects += [Reject(file, int(line), conversation.id, *item) for item in why.items()]
         for sample in found:
-            anchors = anchor_mask(sample.loss_mask, sample.truncated, block_size)
-            if anchors.any() and len(anchors) >= block_size:
+            bad = _misfit(sample, block_size, embedding_rows, vocab_size)
+            if bad is None:
                 samples.append(sample)
-                continue
-            detail = f"{sample.loss_mask.sum()} supervised of {len(sample.loss_mask)} tokens"
-            rejects.append(Reject(file, int(line), sample.id, "shorter_than_a_block", detail))
+            else:
+                rejects.append(Reject(file, int(line), sample.id, *bad))
     if not samples:
         raise DataError(
             f"no sample to train on: {describe_rejects(rejects)}. Likely the template refuses the "
@@ -203,7 +116,7 @@ def tokenize(
         )
     tokens = sum(len(sample.input_ids) for sample in samples)
     supervised = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return Tokenized(tuple(samples), tuple(rejects), tokens, supervised, cut_turns)
+    return Tokenized(tuple(samples), tuple(rejects), tokens, supervised, cut_turns, dict(notes))
 
 
 def anchor_mask(loss_mask: Mask, truncated: bool, block_size: int) -> Mask:
@@ -232,57 +145,169 @@ def token_counts(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64
     return counts
 
 
-def _samples(answers: _Answers, max_length: int) -> tuple[list[Sample], int]:
+def _of(
+    conversation: Conversation,
+    chat: Chat,
+    max_length: int,
+    wanted: Mapping[str, Any],
+    notes: Counter[str],
+) -> tuple[list[Sample], dict[str, str], int]:
+    """A conversation's samples, why turns have none, and how many answers begin too late."""
+    whole = conversation.complete
+    if (row := conversation.tokens) is not None:
+        ids, mask = np.asarray(row.input_ids, np.int32), np.asarray(row.loss_mask, np.bool_)
+        cut = not whole or len(ids) > max_length
+        ids, mask = ids[:max_length], mask[:max_length]
+        return ([Sample(conversation.id, ids, mask, cut)] if mask.any() else []), {}, 0
+    if conversation.generated:
+        return _generated(conversation, max_length)
+    if conversation.arguments:
+        row_arguments = normal_arguments({**wanted, **_parsed(conversation.arguments)})
+        if row_arguments != wanted:
+            detail = f"the row asks for {conversation.arguments}, data.template is {wanted}"
+            return [], {"template_arguments": detail}, 0
+    source = Formatted(chat, conversation) if conversation.text else Answers(chat, conversation)
+    found, cut_turns = _samples(source, max_length)
+    notes.update(source.notes)
+    return found, reject_reasons(source.failures), cut_turns
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    parsed = json.loads(text)
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _generators(
+    conversations: Iterable[Conversation],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each file's generators, each once: equal ones are one object by the reading of a file."""
+    seen: set[tuple[str, int]] = set()
+    for conversation in conversations:
+        if conversation.generated and conversation.generator is not None:
+            key = (conversation.origin.rpartition(":")[0], id(conversation.generator))
+            if key not in seen:
+                seen.add(key)
+                yield key[0], conversation.generator
+
+
+def _misfit(
+    sample: Sample, block_size: int, embedding_rows: int | None, vocab_size: int | None
+) -> tuple[str, str] | None:
+    """Why a sample cannot be trained on: the reason and the detail of its reject."""
+    ids, mask = sample.input_ids, sample.loss_mask
+    if embedding_rows is not None and (most := int(ids.max())) >= embedding_rows:
+        rows = f"the target's embedding has {embedding_rows} rows"
+        return "token_beyond_embedding", f"token {most} at {int(ids.argmax())}, {rows}"
+    if vocab_size is not None and (most := int(ids[mask].max())) >= vocab_size:
+        return "token_beyond_head", f"token {most} is to be said, the target can say {vocab_size}"
+    anchors = anchor_mask(mask, sample.truncated, block_size)
+    if anchors.any() and len(anchors) >= block_size:
+        return None
+    return "shorter_than_a_block", f"{mask.sum()} supervised of {len(mask)} tokens"
+
+
+def _generated(
+    conversation: Conversation, max_length: int
+) -> tuple[list[Sample], dict[str, str], int]:
+    """Samples of the ids that the target was given and gave; turns share one where they follow."""
+    trained = [
+        answer for answer in conversation.generated if conversation.messages[answer.turn].trained
+    ]
+    rows: list[tuple[list[int], list[bool], int, bool]] = []
+    for answer in trained:
+        prompt, said = answer.prompt_ids, answer.answer_ids
+        if rows and prompt[: len(rows[-1][0])] == tuple(rows[-1][0]):
+            ids, mask, *_ = rows.pop()
+            shown = prompt[len(ids) :]
+        else:
+            ids, mask, shown = [], [], prompt
+        ids = [*ids, *shown, *said]
+        mask = [*mask, *[False] * len(shown), *[True] * len(said)]
+        rows.append((ids, mask, answer.turn, answer.complete))
+    samples, late = [], 0
+    for ids, mask, turn, complete in rows:
+        starts = [n for n, (a, b) in enumerate(zip([False, *mask], mask, strict=False)) if b > a]
+        late += sum(n >= max_length for n in starts)
+        kept = np.asarray(mask[:max_length], np.bool_)
+        if not kept.any():
+            continue
+        name = conversation.id + f"#turn{turn}" * (len(rows) > 1)
+        row = np.asarray(ids[:max_length], np.int32)
+        samples.append(Sample(name, row, kept, not complete or len(ids) > max_length))
+    return samples, {}, late
+
+
+def _samples(source: Answers | Formatted, max_length: int) -> tuple[list[Sample], int]:
     """As few samples as hold every answer that fits, and the number of answers past max_length.
 
     Only a render that ends at or after an answer can hold it, so the last open answer decides the
     next render, which takes every earlier one that it begins with.
     """
-    turns = [i for i, m in enumerate(answers.conversation.messages) if m.role == "assistant"]
-    open_turns = turns
+    turns = source.turns
+    open_turns = list(turns)
     found: list[Sample] = []
     cut = 0
     while open_turns:
         last = open_turns[-1]
-        base = answers.get(last)
+        base = source.get(last)
         if base is None:
             open_turns = open_turns[:-1]
             continue
-        ids, spans = answers.chat.encode(base.text)
+        ids, spans = source.chat.encode(base.text)
         truncated = len(ids) > max_length
         reach = int(spans[max_length, 0]) if truncated else len(base.text)
         mask = np.zeros(len(ids), np.bool_)
-        left_open = []
+        left_open: list[int] = []
         for place, index in enumerate(open_turns):
-            turn = answers.get(index)
+            turn = source.get(index)
             if turn is None:
                 continue
             if truncated and turn.begin >= reach and base.text.startswith(turn.text[:reach]):
                 # Later answers begin later still: a long tail is never rendered turn by turn.
                 cut += len(open_turns) - place
                 break
-            if base.text.startswith(turn.text[: turn.end]):
-                mask[answers.chat.tokens_of(turn, ids, spans)] = True
-            else:
+            inside = base.text.startswith(turn.text[: turn.end])
+            where = _tokens_of(source.chat, turn, ids, spans) if inside else None
+            if where is not None:
+                mask[where] = True
+            elif index != last:
                 left_open.append(index)
-        name = answers.conversation.id + f"#turn{last}" * bool(left_open or last != turns[-1])
+            else:
+                joined = _joined(source, index, turn)
+                if joined is not None:
+                    ids, mask = joined
+                    truncated = len(ids) > max_length
+                    left_open = [i for i in open_turns if i != index]
+        name = source.id + f"#turn{last}" * bool(left_open or last != turns[-1])
         open_turns = left_open
         # Copies, so that a cut sample does not keep the arrays of the whole conversation alive.
         ids, mask = ids[:max_length].copy(), mask[:max_length].copy()
         if mask.any():
-            unended = answers.cut and last == turns[-1]
-            found.append(Sample(name, ids, mask, truncated or unended))
+            found.append(Sample(name, ids, mask, truncated or not base.ended))
     return found[::-1], cut
 
 
-def _answer_lengths(answer: str, special: Iterable[str]) -> tuple[int, int]:
-    """Characters of `answer` with the first of the special tokens that end it, and without.
+def _tokens_of(chat: Chat, turn: Turn, ids: Ids, spans: Spans) -> slice | None:
+    """The tokens of the answer, None where its first is not one that the target would say next."""
+    first = chat.answer_start(turn.text, turn.begin, ids, spans)
+    if first is None:
+        return None
+    stop = int(np.searchsorted(spans[:, 1], turn.end, "right"))
+    # An end-of-turn token with rstrip has the newline after it in its span.
+    if stop < len(ids) and spans[stop, 0] < turn.end and int(ids[stop]) in chat.special:
+        stop += 1
+    return slice(first, stop)
 
-    What follows it is the template's own: a newline, or an end-of-text that closes every render.
-    """
-    body = answer.rstrip()
-    length = len(body)
-    while mark := next((token for token in special if body.endswith(token)), ""):
-        length = len(body)
-        body = body.removesuffix(mark).rstrip()
-    return length, len(body)
+
+def _joined(source: Answers | Formatted, index: int, turn: Turn) -> tuple[Ids, Mask] | None:
+    """An answer whose first token would merge with the prompt's last: the ids of both, joined."""
+    prompt, _ = source.chat.encode(turn.text[: turn.begin])
+    said = source.chat.continued(turn.text[turn.begin : turn.end])
+    if said is None:
+        detail = (
+            f"the answer does not begin a token of its own behind {turn.text[: turn.begin][-20:]!a}"
+        )
+        source.leave_out(index, "seam_not_encodable", detail)
+        return None
+    ids = np.concatenate((prompt, np.asarray(said, np.int32)))
+    return ids, np.arange(len(ids)) >= len(prompt)

@@ -15,6 +15,7 @@ import torch
 from jinja2 import TemplateError
 from rich.table import Table
 
+from draftline.data.chat import served_prompt
 from draftline.data.conversations import read_conversations
 from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.decode.differences import Difference, first_differences
@@ -80,19 +81,27 @@ def read_prompts(
             log.warning("%s: left out %d prompts: %s", name, count, reason)
         prompts: Prompts = []
         for conversation in reading.conversations[:limit]:
-            turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
-            while turns and turns[-1]["role"] == "assistant":
+            turns = list(conversation.messages)
+            while turns and turns[-1].role == "assistant":
                 turns.pop()
             try:
-                text = target.tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True, **template
-                )
+                text = served_prompt(target.tokenizer, turns, conversation.tools, template)
             except (TemplateError, TypeError, ValueError) as error:
                 raise DataError(
                     f"{conversation.origin}: the target's chat template refuses this prompt: {error}; "
                     f"leave it out of evaluate.prompts.{name} or set data.template"
                 ) from None
-            prompts.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+            ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if max(ids, default=0) >= (rows := target.embedding.shape[0]):
+                log.warning(
+                    "%s: left out %s: token %d, the target's embedding has %d rows",
+                    name,
+                    conversation.origin,
+                    max(ids),
+                    rows,
+                )
+                continue
+            prompts.append(ids)
         rendered[name] = prompts
     if not rendered:
         raise DataError("no prompts to evaluate on; set evaluate.prompts.NAME=FILE")

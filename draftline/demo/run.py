@@ -20,7 +20,7 @@ from draftline.export.zlab import check_export, export_zlab
 from draftline.model.drafter import Drafter
 from draftline.model.target import Target
 from draftline.train.checkpoint import checkpoint_paths
-from draftline.train.inputs import Inputs, open_target, prepare
+from draftline.train.inputs import Inputs, open_target, prepare, template_arguments
 from draftline.train.loop import train
 from draftline.train.restore import restore
 from draftline.train.start import feature_worker, first_drafter
@@ -77,7 +77,10 @@ def _evaluate(
 ) -> Score:
     section = config.evaluate
     prompts = read_prompts(
-        section.prompts, target, limit=section.limit, template=config.data.template
+        section.prompts,
+        target,
+        limit=section.limit,
+        template=template_arguments(config, inputs.date),
     )
     return evaluate(
         target,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.config import Config
-from draftline.data.conversations import Reading, Reject, read_conversations
+from draftline.data.conversations import NOTES, Reading, Reject, read_conversations
+from draftline.data.dates import pinned, writes_date
 from draftline.data.heldout import Split, count_conversations, hold_out, leave_out
 from draftline.data.packing import PackPlan, plan_packs
 from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
@@ -40,7 +43,9 @@ class Inputs:
     """What is known before a weight is loaded. `token_ids [draft_vocab]` int64 on the CPU, or None
     for the whole vocabulary; `cut_turns` answers begin behind data.max_length; `estimated` says
     that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run;
-    `heldout` are samples that no step trains on."""
+    `heldout` are samples that no step trains on. `notes` counts what was changed in rows that are
+    kept, or not used of them, by the words of `conversations.NOTES`; `date` is the day that the chat
+    template wrote, None where it writes none."""
 
     facts: TargetFacts
     samples: tuple[Sample, ...]
@@ -52,6 +57,8 @@ class Inputs:
     token_ids: Tensor | None
     estimated: bool = False
     heldout: tuple[Sample, ...] = ()
+    notes: Mapping[str, int] = field(default_factory=dict)
+    date: datetime.date | None = None
 
     @property
     def tokens(self) -> int:
@@ -73,6 +80,8 @@ class Inputs:
         if self.rejects:
             counts = Counter(r.reason for r in self.rejects)
             text += "; left out " + ", ".join(f"{n} {reason}" for reason, n in counts.items())
+        if self.notes:
+            text += "; noted " + ", ".join(f"{n} {note}" for note, n in self.notes.items())
         return text
 
 
@@ -124,27 +133,23 @@ def prepare(
     available: Sequence[DeviceFacts] | None = None,
     *,
     estimate: bool = False,
+    today: datetime.date | None = None,
 ) -> Inputs:
     """Reads the target's facts and the data, tokenises, and settles the drafter's shape.
 
     No weight is loaded. `available` are the GPUs, by default those that are visible. A target
-    directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths.
+    directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths. `today`
+    is the date of a chat template that writes one, where data.date gives none; by default the clock's.
     """
     reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
-    for note, count in reading.notes.items():
-        log.info("data: %d x %s", count, note)
     facts = open_facts(
         config, device_type(config, visible_devices() if available is None else available), choices
     )
     estimated = facts.tokenizer is None
+    date = None
     if not estimated:
-        tokenized = tokenize(
-            reading.conversations,
-            facts.tokenizer,
-            max_length=config.data.max_length,
-            block_size=config.block_size,
-            template_kwargs=config.data.template,
-        )
+        date = settle_date(config, facts.tokenizer, choices, today)
+        tokenized = _tokenized(config, reading, facts, date)
         used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
         for sample in tokenized.samples:
             np.add.at(used, sample.input_ids, 1)
@@ -157,7 +162,11 @@ def prepare(
             f"target.path={config.target.path} has no tokenizer (tokenizer.json, "
             "tokenizer_config.json); copy the target's into it"
         )
-    split = _hold_out(config, tokenized.samples, facts, choices)
+    notes = Counter(reading.notes)
+    notes.update(tokenized.notes)
+    for note, count in notes.items():
+        log.info("data: %d x %s: %s", count, note, NOTES[note])
+    split = _hold_out(config, tokenized.samples, facts, date, choices)
     if config.max_anchors is None:
         choices.record(
             "max_anchors",
@@ -179,11 +188,34 @@ def prepare(
         token_ids=token_ids,
         estimated=estimated,
         heldout=split.heldout,
+        notes=notes,
+        date=date,
+    )
+
+
+def _tokenized(
+    config: Config, reading: Reading, facts: TargetFacts, date: datetime.date | None
+) -> Tokenized:
+    """The conversations as samples for the target's tokenizer, on that day if there is one."""
+    return tokenize(
+        reading.conversations,
+        facts.tokenizer,
+        max_length=config.data.max_length,
+        block_size=config.block_size,
+        template_kwargs=template_arguments(config, date),
+        stop_ids=facts.stop_ids,
+        embedding_rows=facts.embedding_rows,
+        vocab_size=facts.vocab_size,
+        asked_template=config.data.template,
     )
 
 
 def _hold_out(
-    config: Config, samples: tuple[Sample, ...], facts: TargetFacts, choices: Choices
+    config: Config,
+    samples: tuple[Sample, ...],
+    facts: TargetFacts,
+    date: datetime.date | None,
+    choices: Choices,
 ) -> Split:
     """The samples to train on and those that data.heldout keeps from it; recorded."""
     wanted = config.data.heldout
@@ -205,13 +237,7 @@ def _hold_out(
     if facts.tokenizer is None:
         return Split(samples, (), 0)
     reading = read_conversations([p for name in wanted for p in resolve_data(name)])
-    tokenized = tokenize(
-        reading.conversations,
-        facts.tokenizer,
-        max_length=config.data.max_length,
-        block_size=config.block_size,
-        template_kwargs=config.data.template,
-    )
+    tokenized = _tokenized(config, reading, facts, date)
     split = leave_out(samples, tokenized.samples)
     if not split.train:
         raise DataError(
@@ -228,6 +254,37 @@ def _hold_out(
     return split
 
 
+def settle_date(
+    config: Config, tokenizer: Any, choices: Choices, today: datetime.date | None = None
+) -> datetime.date | None:
+    """The day that the chat template is to write in this run, None where it writes none."""
+    given = config.data.date
+    writes = tokenizer.chat_template is not None and writes_date(tokenizer, config.data.template)
+    if not writes:
+        if given is not None:
+            choices.record(
+                "data.date",
+                wanted=str(given),
+                got="no date",
+                reason="the chat template writes none",
+            )
+        return None
+    date = given or today or datetime.date.today()
+    choices.record(
+        "data.date",
+        wanted="null" if given is None else str(given),
+        got=str(date),
+        reason="the chat template writes the day into every prompt; this one is kept by --resume "
+        "and eval",
+    )
+    return date
+
+
+def template_arguments(config: Config, date: datetime.date | None) -> dict[str, Any]:
+    """What the chat template is called with: `data.template`, on that day if there is one."""
+    return dict(config.data.template) if date is None else pinned(config.data.template, date)
+
+
 def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
     """Samples as long as their conversations would be at so many characters a token."""
     choices.record(
@@ -239,8 +296,7 @@ def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
     )
     samples = []
     for conversation in reading.conversations:
-        characters = sum(len(message.content) for message in conversation.messages)
-        wanted = max(config.block_size, characters // _CHARACTERS_A_TOKEN)
+        wanted = max(config.block_size, conversation.tokens_guessed(_CHARACTERS_A_TOKEN))
         length = min(wanted, config.data.max_length)
         ids = np.zeros(length, np.int32)
         mask = np.ones(length, np.bool_)

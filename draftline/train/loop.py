@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from draftline.runtime.workers import out_of_memory
 from draftline.train.inputs import Inputs, prepare
 from draftline.train.memory_watch import MemoryWatch
 from draftline.train.placement import device_type
-from draftline.train.resume import find_checkpoint
+from draftline.train.resume import dated, find_checkpoint, kept_date
 from draftline.train.run import Run, Trained
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,13 @@ def _train(
     run_dir = Path(config.run.dir)
     first = nodes is None or nodes.is_first
     checkpoint = find_checkpoint(config, run_dir, resume, accept_changes) if first else None
+    if checkpoint is not None:
+        config = kept_date(config, checkpoint)
+    today = datetime.date.today()
+    if nodes is not None:
+        # Each machine has a clock of its own, and near midnight another day.
+        today, date = nodes.broadcast_object((today, config.data.date))
+        config = dated(config, date)
     own_dir = run_dir if first or nodes is None else run_dir / f"machine-{nodes.rank}"
     with RunLog(own_dir) as runlog:
         choices.follow(runlog.event)
@@ -95,7 +103,10 @@ def _train(
         if (diff := source_diff()) is not None:
             runlog.write("source.diff", diff)
         try:
-            inputs = inputs or prepare(config, choices)
+            inputs = inputs or prepare(config, choices, today=today)
+            if inputs.date != config.data.date and inputs.date is not None:
+                config = dated(config, inputs.date)
+                runlog.write("config.yaml", config.to_yaml())
             log.info(inputs.summary())
             write_rejects(inputs.rejects, own_dir / "rejects.jsonl")
             with (

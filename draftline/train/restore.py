@@ -16,7 +16,7 @@ from draftline.model.drafter import Drafter, DrafterShape
 from draftline.model.target import Target
 from draftline.train.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint
 
-_FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template")
+_FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template", "data.date=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
     if fixed:
         raise ConfigError(
             f"{', '.join(fixed)}: fixed by the training of {path}; only evaluate.*, run.*, "
-            "target.path, target.dtype and data.template can be changed afterwards"
+            "target.path, target.dtype, data.template and data.date can be changed afterwards"
         )
     names = _names(path)
     # A checkpoint that has lost one of these is a damaged checkpoint all the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def find_checkpoint(
     if not present:
         raise ResumeError(f"--resume: {run_dir} holds no checkpoint; start it without --resume")
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    config = kept_date(config, checkpoint)
     changes = {
         key: pair
         for key, pair in changed_keys(
@@ -63,6 +65,19 @@ def find_checkpoint(
     return checkpoint
 
 
+def kept_date(config: Config, checkpoint: Checkpoint) -> Config:
+    """`config` with the day that the checkpoint's prompts were written on, unless it names one."""
+    kept = checkpoint.state["config"].get("data", {}).get("date")
+    if kept is None or config.data.date is not None:
+        return config
+    return dated(config, datetime.date.fromisoformat(kept))
+
+
+def dated(config: Config, date: datetime.date | None) -> Config:
+    """`config` with `data.date` set."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
+
+
 def check_state(
     checkpoint: Checkpoint, *, features: str, packs_per_step: int, accept_changes: bool
 ) -> None:
@@ -70,8 +85,8 @@ def check_state(
     state = checkpoint.state
     if state["features"] != features:
         raise ResumeError(
-            f"{checkpoint.path} was trained on other data, another target or other taps (files "
-            "behind the same names may have changed); start a new run"
+            f"{checkpoint.path} was trained on other data, another target, other taps or another "
+            "data.date (files behind the same names may have changed); start a new run"
         )
     if state["packs_per_step"] != packs_per_step and not accept_changes:
         raise ResumeError(

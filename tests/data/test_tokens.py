@@ -101,30 +101,49 @@ def answers(tokenizer: Any, sample: Sample) -> list[str]:
     return [tokenizer.decode(sample.input_ids[a:b]) for a, b in runs(sample.loss_mask)]
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def assert_as_served(tokenizer: Any, sample: Sample, of: Conversation, **extra: object) -> None:
-    """Every supervised run comes right after what a server would have shown the target."""
-    served = {
-        apply(tokenizer, of.messages[:n], tokenize=False, add_generation_prompt=True, **extra)
-        for n in range(1, len(of.messages))
-    }
+    """Every supervised run comes right after the ids that a server would have shown the target."""
+    turns = [message.to_template() for message in of.messages]
+    served = [
+        tokenizer.apply_chat_template(
+            turns[:n], tokenize=False, add_generation_prompt=True, **extra
+        )
+        for n in range(1, len(turns))
+    ]
+    shown = [encode(tokenizer, text) for text in served]
     for begin, _ in runs(sample.loss_mask):
-        assert tokenizer.decode(sample.input_ids[:begin]) in served
+        assert sample.input_ids[:begin].tolist() in shown
 
 
 @pytest.mark.parametrize("trim", [False, True])
 @pytest.mark.parametrize(
     ("template", "end"), [(CHATML, "<|im_end|>"), (HEADERS, "<|eot|>"), (CLOSED, "<|im_end|>")]
 )
-def test_ids_are_the_templates_and_answers_are_masked(template: str, end: str, trim: bool) -> None:
+def test_ids_are_the_prompts_and_then_the_answers(template: str, end: str, trim: bool) -> None:
     tokenizer = build(template, trim)
-    conversation = talk("hello", "four is\n\n  the é answer", "user?", "好 👩‍👩‍👧", system="think")
-    (sample,) = run(tokenizer, conversation).samples
-    assert sample.input_ids.tolist() == apply(tokenizer, conversation.messages)["input_ids"]
-    assert [array.dtype.name for array in (sample.input_ids, sample.loss_mask)] == ["int32", "bool"]
-    assert (sample.id, sample.truncated) == ("c", False)
+    first, second = "four is\n\n  the é answer", "好 👩‍👩‍👧"
+    conversation = talk("hello", first, "user?", second, system="think")
+    samples = run(tokenizer, conversation).samples
+    assert {array.dtype.name for s in samples for array in (s.input_ids, s.loss_mask)} == {
+        "int32",
+        "bool",
+    }
     # The end of the turn is generated; the newline or closing token after it is not.
-    assert answers(tokenizer, sample) == [f"four is\n\n  the é answer{end}", f"好 👩‍👩‍👧{end}"]
-    assert_as_served(tokenizer, sample, conversation)
+    said = [text for sample in samples for text in answers(tokenizer, sample)]
+    assert said == [f"{first}{end}", f"{second}{end}"]
+    for sample in samples:
+        assert not sample.truncated
+        assert_as_served(tokenizer, sample, conversation)
+    if template == HEADERS:
+        # Newlines at the prompt's end are one token there and two before a word: not one sample.
+        assert [sample.id for sample in samples] == ["c#turn2", "c#turn4"]
+    else:
+        (sample,) = samples
+        assert sample.input_ids.tolist() == apply(tokenizer, conversation.messages)["input_ids"]
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, THINKING])
@@ -134,14 +153,17 @@ def test_messy_files_every_conversation_has_a_sample_or_a_reject(template: str) 
     by_id = {c.id: c for c in reading.conversations if len(repr(c.messages)) < 3500}
     done = run(tokenizer, *by_id.values(), length=700, block=8)
     ids = [sample.id for sample in done.samples] + [reject.id for reject in done.rejects]
-    assert {name.partition("#turn")[0] for name in ids} == set(by_id)
+    assert {name.partition("#turn")[0] for name in ids if name not in by_id} <= set(by_id)
+    assert {name if name in by_id else name.partition("#turn")[0] for name in ids} == set(by_id)
     for sample in done.samples:
-        name, _, turn = sample.id.partition("#turn")
-        messages = by_id[name].messages[: int(turn) + 1 if turn else None]
-        expected = apply(tokenizer, messages)["input_ids"]
-        assert sample.input_ids.tolist() == expected[:700]
-        assert sample.truncated == (len(expected) > 700)
+        name = sample.id if sample.id in by_id else sample.id.rpartition("#turn")[0]
         assert_as_served(tokenizer, sample, by_id[name])
+    # These templates write no calls, so the answers that are calls are no answers there.
+    called = {c.id for c in by_id.values() if any(m.tool_calls for m in c.messages)}
+    assert called
+    ignored = {r.id for r in done.rejects if r.reason == "tool_calls_not_in_template"}
+    assert ignored == called
+    assert done.notes["tools_ignored"] == sum(bool(c.tools) for c in by_id.values())
     assert done.tokens == sum(len(sample.input_ids) for sample in done.samples)
     assert done.supervised_tokens == sum(int(s.loss_mask.sum()) for s in done.samples)
 
@@ -169,28 +191,31 @@ def test_template_arguments_reach_both_renders() -> None:
     assert_as_served(tokenizer, done.samples[1], conversation, no_think=True)
 
 
-def test_answers_around_a_tool_result_share_a_sample_and_earlier_ones_do_not() -> None:
+def test_an_empty_block_that_the_template_adds_is_not_supervised() -> None:
     roles = ("user", "assistant", "user", "assistant", "tool", "assistant")
     messages = tuple(Message(role, f"the {n}") for n, role in enumerate(roles))
     tokenizer, conversation = build(THINKING), Conversation("t", messages, "talk.jsonl:1")
     done = run(tokenizer, conversation)
-    assert [sample.id for sample in done.samples] == ["t#turn1", "t#turn5"]
-    shown = [f"<think>\n\n</think>\n\nthe {n}<|im_end|>" for n in (3, 5)]
-    assert answers(tokenizer, done.samples[1]) == shown
+    assert [sample.id for sample in done.samples] == ["t#turn3", "t#turn5"]
+    # The template puts an empty block before what comes last, and the target said none.
+    supervised = [text for sample in done.samples for text in answers(tokenizer, sample)]
+    assert sorted(supervised) == [f"the {n}<|im_end|>" for n in (1, 3, 5)]
     assert_as_served(tokenizer, done.samples[1], conversation)
 
 
 @pytest.mark.parametrize("trim", [False, True])
 def test_tokens_at_the_edges_of_an_answer(trim: bool) -> None:
     for template, content, supervised in (
-        # " answer" is one token, of which the prompt already holds the space.
-        (SPACED, "answer\n  four", "\n  four<|im_end|>"),
+        # " answer" is one token, of which the prompt already holds the space: the target goes on
+        # without it.
+        (SPACED, "answer\n  four", "answer\n  four<|im_end|>"),
         (CHATML, "    answer  ", "    answer  <|im_end|>"),
         (SWALLOWED, "four", "four<|stop|>"),
     ):
         tokenizer = build(template, trim)
         (sample,) = run(tokenizer, talk("hello", content)).samples
         assert answers(tokenizer, sample) == [supervised]
+        assert_as_served(tokenizer, sample, talk("hello", content))
 
 
 def test_an_answer_that_does_not_follow_its_prompt_is_rejected_the_others_count() -> None:
