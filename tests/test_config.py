@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from draftline.config import Config
 from draftline.config_file import build_config, changed_keys, describe_keys, known_keys, load_config
@@ -362,6 +364,48 @@ def test_hostile_overrides_are_refused_by_key(key: str, value: str, reason: str)
     assert f"override '{key}=" in message
     assert re.search(reason, message)
     assert len(message) < 1000
+
+
+def numbers(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key that takes a count or another whole number."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from numbers(kind, f"{prefix}{name}.")
+        elif kind in (int, int | None):
+            yield prefix + name
+
+
+@pytest.mark.parametrize("key", [*numbers(), "train.epochs", "topology.deadline_s", "loss.gamma"])
+@pytest.mark.parametrize("value", [2**63, 2**70, 10**30, -1, "1e300", "-1e300"])
+def test_no_number_is_too_large_for_where_it_goes(key: str, value: object) -> None:
+    """torch and numpy take 64 bits, kernels 32, and a checkpoint's name eight digits."""
+    tree = LEAST if key != "train.epochs" else {**LEAST, "train": {}}
+    message = refuse(f"{key}={value}", tree=tree)
+    assert f"{key}=" in message
+
+
+def test_the_largest_seed_is_a_seed() -> None:
+    seed = 2**63 - 1
+    assert build_config(LEAST, [f"run.seed={seed}"]).run.seed == seed
+
+
+@pytest.mark.parametrize("device", ["cuda:1000", "cuda:99999999999999999999"])
+def test_no_machine_has_so_many_devices(device: str) -> None:
+    assert "run.device=" in refuse(f"run.device={device}")
+    assert "topology.targets=" in refuse(f"topology.targets=[{device}]")
+
+
+@pytest.mark.parametrize("betas", ["[1.0, 0.9]", "[0.9, 2]", "[-0.1, 0.9]"])
+def test_betas_that_average_nothing_are_refused(betas: str) -> None:
+    assert "each is at least 0 and under 1" in refuse(f"train.betas={betas}")
+
+
+def test_many_faults_are_said_in_few_lines() -> None:
+    message = refuse(tree=LEAST | {f"key{n}": n for n in range(5000)})
+    assert message.count("unknown key") == 20
+    assert "and 4980 more" in message
+    assert len(refuse("run.device='" + "x" * 100_000 + "'")) < 1000
 
 
 def test_a_key_of_too_many_sections_is_refused() -> None:

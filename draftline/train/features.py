@@ -113,7 +113,7 @@ class FeatureCache:
         directory: Path | None,
         key: str,
         progress: Callable[[int, int], None],
-        choices: Choices,
+        choices: Choices | None = None,
     ) -> None:
         """Computes every sample's features once, into memory or a file of `directory`.
 
@@ -136,7 +136,7 @@ class FeatureCache:
         )
         with _usable(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            if file.path.exists() and self._is_whole(file, progress, choices):
+            if file.path.exists() and self._is_whole(file, progress, choices or Choices()):
                 self._store = self._mapped(file.path, shared=False)
                 return
             file.remove_abandoned()

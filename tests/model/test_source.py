@@ -298,3 +298,9 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/h")
     assert cache_dir() == Path("/h/.cache/draftline")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000, "~/" + "x" * 300])
+def test_a_path_that_no_disk_can_name_is_refused(name: str) -> None:
+    with pytest.raises(TargetError, match=r"target.path=.* cannot be used: File name too long"):
+        resolve_target(name)

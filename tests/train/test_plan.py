@@ -165,3 +165,18 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"checkpoints need .* free"):
         plan_run(config(tmp_path), inputs, PACKS, CPU, ())
+
+
+def test_more_steps_than_a_checkpoint_can_name_are_refused(tmp_path: Path, inputs: Any) -> None:
+    many = replace(PACKS, packs=PACKS.packs * 60)
+    with pytest.raises(ConfigError, match=r"train.epochs=1e\+06 are 120000000 steps .* 99999999"):
+        plan_run(config(tmp_path, "train.epochs=1e6"), inputs, many, CPU, ())
+    assert plan_run(config(tmp_path, "train.epochs=8e5"), inputs, many, CPU, ()).steps == 96_000_000
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000])
+def test_a_directory_that_no_disk_can_name_is_refused(
+    tmp_path: Path, inputs: Any, name: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"run.dir=.* cannot be used: File name too long"):
+        plan_run(config(tmp_path, f"run.dir={name}"), inputs, PACKS, CPU, ())
