@@ -241,12 +241,12 @@ def test_code_of_the_target_is_named_by_the_option_that_allows_it(
     tiny_tokenizer().save_pretrained(target)
     code, _, err = run(prompts, "--out", tmp_path / "out.jsonl", "--target", target)
     assert code == 2, err
-    assert "Python code of its own" in err
-    assert "allow it with --trust-remote-code" in err
+    assert "code that comes with the model" in err
+    assert "run it with --trust-remote-code" in err
     assert "trust_remote_code" not in err
     # A training has a key where this command has an option.
     for read in (read_facts, partial(load_target, device=torch.device("cpu"))):
-        with pytest.raises(TargetError, match=r"allow it with target\.trust_remote_code=true"):
+        with pytest.raises(TargetError, match=r"run it with target\.trust_remote_code=true"):
             read(str(target))
 
 

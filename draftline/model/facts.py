@@ -16,6 +16,7 @@ from draftline.model.checkpoint_files import StoredTensor
 from draftline.model.fidelity import check_fidelity
 from draftline.model.loading import load_shapes
 from draftline.model.probe import find_ends
+from draftline.model.reading import named
 from draftline.model.source import resolve_target
 from draftline.model.taps import check_taps, choose_taps
 from draftline.model.target import auto_dtype, decoder_layers, stop_ids
@@ -111,7 +112,8 @@ def read_facts(
         check_vocabulary(path, tokenizer, model)
     with suppress(OSError):  # a target need not have one
         model.generation_config = GenerationConfig.from_pretrained(source)
-    return _facts(model, tokenizer, stored or {}, taps, num_taps)
+    with named(path):
+        return _facts(model, tokenizer, stored or {}, taps, num_taps)
 
 
 def _facts(

@@ -29,6 +29,15 @@ def reading(path: str, part: str, verb: str) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Puts the target's name before a TargetError that only speaks of its classes."""
+    try:
+        yield
+    except TargetError as error:
+        raise TargetError(f"target.path={path}: {error}") from None
+
+
 def _first_sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:

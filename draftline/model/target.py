@@ -22,6 +22,7 @@ from draftline.model.head import TargetEnds
 from draftline.model.kv_cache import StaticKV
 from draftline.model.loading import load_weights, open_config
 from draftline.model.probe import probe
+from draftline.model.reading import named
 from draftline.model.replicate import replicate
 from draftline.model.rope import fix_rope
 from draftline.model.source import resolve_target
@@ -232,7 +233,8 @@ def load_target(
         choices=choices,
     )
     check_vocabulary(path, tokenizer, model)
-    target = Target(model, tokenizer, taps=taps, num_taps=num_taps, context=context)
+    with named(path):
+        target = Target(model, tokenizer, taps=taps, num_taps=num_taps, context=context)
     if choices is not None:
         _record(target, context, choices)
     return target
