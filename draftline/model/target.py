@@ -8,6 +8,7 @@ transform) is probed with a real forward at load time and refused by name.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.attention import TARGET_ATTENTION, target_attention
+from draftline.model.cache_check import check_cache
 from draftline.model.head import TargetEnds
 from draftline.model.kv_cache import StaticKV
 from draftline.model.probe import probe
@@ -68,8 +70,12 @@ class Target:
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
+        # transformers 5.24 renames it, and takes the old name until 5.40.
+        named = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
         places = dict.fromkeys(getattr(model, "hf_device_map", {}).values())
         self.devices = tuple(places) if len(places) > 1 else (self.device,)
+        self._cache_checked = False
         self._tapped: dict[int, Tensor] = {}
         self._hooks = [self._keep(tap) for tap in self.taps]
         for tap, hook in zip(self.taps, self._hooks, strict=True):
@@ -131,14 +137,15 @@ class Target:
         output = self._decoder(
             input_ids=input_ids,
             position_ids=positions,
-            past_key_values=cache,
             attention_mask=masks,
             use_cache=True,
+            **{self._cache_name: cache},
         )
         return output.last_hidden_state, self._take_taps()
 
     def check_decodable(self, slots: int) -> None:
-        """Raises TargetError when the cached forward cannot serve contexts of `slots` tokens."""
+        """Raises TargetError when the cached forward cannot serve contexts of `slots` tokens, or
+        computes something else than the plain one."""
         kinds = set(getattr(self.text_config, "layer_types", None) or ())
         recurrent = sorted(k for k in kinds if "attention" not in k or "linear" in k)
         if recurrent:
@@ -156,6 +163,9 @@ class Target:
                 f"evaluation needs {slots} positions but the target's sliding window is {window}; "
                 "lower evaluate.max_new_tokens or leave out longer prompts"
             )
+        if not self._cache_checked:
+            check_cache(self, slots)
+            self._cache_checked = True
 
     def parameters(self) -> list[Tensor]:
         """Every frozen tensor of the target once."""
