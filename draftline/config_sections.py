@@ -6,6 +6,7 @@ The descriptions are what `draftline config schema` prints. `None` (YAML `null`)
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, Literal
 
@@ -33,10 +34,19 @@ class Section(BaseModel):
             isinstance(value, bool)
             and cls.model_fields[info.field_name or ""].annotation is not bool
         ):
-            raise PydanticCustomError(
-                "flag", "Input should not be a flag; null is what turns a key off"
-            )
+            raise PydanticCustomError("flag", "a flag where none may be")
         return value
+
+
+def expanded(value: Any) -> Any:
+    """A path, or every path of a list or mapping, with `~` expanded; blanks alone are refused."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise PydanticCustomError("blank", "a path of no characters")
+        return os.path.expanduser(value)
+    if isinstance(value, list):
+        return [expanded(item) for item in value]
+    return {k: expanded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 class RunSection(Section):
@@ -45,12 +55,15 @@ class RunSection(Section):
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        examples=["auto", "cpu", "cuda", "cuda:0"],
         description="Device of eval and bench step; auto takes cuda:0 where there is one, else cpu. "
         "Of train where topology names no device: both sides then use this one, auto all GPUs.",
     )
     strict_choices: bool = Field(
         False, description="Make every recorded fallback an error instead of a warning."
     )
+
+    _paths = field_validator("dir")(expanded)
 
 
 class TopologySection(Section):
@@ -126,6 +139,8 @@ class TargetSection(Section):
         description="CUDA graphs for target forwards; auto measures whether the host is what limits "
         "them, and records the choice.",
     )
+
+    _paths = field_validator("path")(expanded)
 
     @field_validator("batches", mode="before")
     @classmethod
@@ -237,3 +252,5 @@ class DataSection(Section):
     template: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the chat template."
     )
+
+    _paths = field_validator("train")(expanded)

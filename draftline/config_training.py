@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from draftline.config_sections import Section
+from draftline.config_sections import Section, expanded
 
 
 class FeatureSection(Section):
@@ -24,6 +24,8 @@ class FeatureSection(Section):
         description="Deviation of Gaussian noise on features: absolute, or in units of each "
         "channel's scale with drafter.feature_scale.",
     )
+
+    _paths = field_validator("dir")(expanded)
 
     @model_validator(mode="after")
     def _check(self) -> FeatureSection:
@@ -106,6 +108,8 @@ class EvaluateSection(Section):
     batch_size: int = Field(8, ge=1, description="Prompts decoded together.")
     limit: int | None = Field(None, ge=1, description="First prompts of each file; null: all.")
     plain: bool = Field(True, description="Also decode without the drafter: speed and identity.")
+
+    _paths = field_validator("prompts")(expanded)
 
     @model_validator(mode="after")
     def _check(self) -> EvaluateSection:
