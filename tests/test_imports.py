@@ -20,7 +20,7 @@ _GROUND = {
     "config_training",
     "config_file",
 }
-_GROUND |= {"errors", "runlog"}
+_GROUND |= {"errors", "runlog", "progress"}
 _ROOMS = {"runtime", "model", "data", "demo", "signal"}
 # Room -> what it may import besides itself. `demo` is data that ships; `demo.run` is a command.
 ALLOWED: dict[str, set[str]] = {
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "config_faults": {"config", "config_sections"},
     "config_file": {"config", "config_sections", "config_faults", "errors"},
     "choices": {"errors"},
+    "progress": set(),
     "runlog": {"errors"},
     "signal": {"config", "errors", "runlog"},
     "runtime": _GROUND | {"signal"},

