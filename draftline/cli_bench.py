@@ -27,9 +27,13 @@ def bench_step_command(
 ) -> None:
     """Time one drafter's whole step, compiled and captured, with its memory."""
     from draftline.config_file import load_config
-    from draftline.train.bench_step import bench_step
+    from draftline.progress import doing
 
-    found = bench_step(load_config(config, overrides or []), steps=steps, profile=profile)
+    loaded = load_config(config, overrides or [])
+    with doing("loading PyTorch"):
+        from draftline.train.bench_step import bench_step
+
+    found = bench_step(loaded, steps=steps, profile=profile)
     _show(found.lines(), found.to_dict(), as_json)
 
 
@@ -42,9 +46,13 @@ def bench_pipeline_command(
 ) -> None:
     """Time targets and drafters alone, then a run of both as it would be placed here."""
     from draftline.config_file import load_config
-    from draftline.train.bench_pipeline import bench_pipeline
+    from draftline.progress import doing
 
-    found = bench_pipeline(load_config(config, overrides or []), steps=steps)
+    loaded = load_config(config, overrides or [])
+    with doing("loading PyTorch"):
+        from draftline.train.bench_pipeline import bench_pipeline
+
+    found = bench_pipeline(loaded, steps=steps)
     _show(found.lines(), found.to_dict(), as_json)
 
 

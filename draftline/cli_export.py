@@ -7,10 +7,14 @@ from typing import Annotated
 
 import typer
 
+from draftline.cli_options import RunOrCheckpoint, expand
+
 
 def export_command(
-    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN")],
-    out: Annotated[Path, typer.Argument(help="Directory to write.", metavar="OUT")],
+    run: RunOrCheckpoint,
+    out: Annotated[
+        Path, typer.Argument(help="Directory to write.", metavar="OUT", callback=expand)
+    ],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
     engine: Annotated[
         str,
@@ -26,14 +30,17 @@ def export_command(
     Prints the line that serves it with each engine that can tap this target, and the reason for
     each that cannot: vLLM takes num_speculative_tokens = block_size - 1, SGLang block_size.
     """
-    import torch
+    from draftline.progress import doing
 
-    from draftline.choices import Choices
-    from draftline.export.engines import check_engine
-    from draftline.export.serving import serving
-    from draftline.export.zlab import check_export, export_zlab
-    from draftline.train.inputs import open_target
-    from draftline.train.restore import restore
+    with doing("loading PyTorch"):
+        import torch
+
+        from draftline.choices import Choices
+        from draftline.export.engines import check_engine
+        from draftline.export.serving import serving
+        from draftline.export.zlab import check_export, export_zlab
+        from draftline.train.inputs import open_target
+        from draftline.train.restore import restore
 
     check_export(out, dtype, overwrite)
     check_engine(engine)
@@ -42,16 +49,17 @@ def export_command(
     choices = Choices(strict=config.run.strict_choices)
     target = open_target(config, choices)
     restored.check_target(target)
-    path = export_zlab(
-        restored.drafter(torch.device("cpu"), torch.float32),
-        target,
-        restored.taps,
-        restored.token_ids,
-        out,
-        dtype=dtype,
-        engine=engine,
-        overwrite=overwrite,
-        choices=choices,
-    )
+    with doing(f"writing {out}"):
+        path = export_zlab(
+            restored.drafter(torch.device("cpu"), torch.float32),
+            target,
+            restored.taps,
+            restored.token_ids,
+            out,
+            dtype=dtype,
+            engine=engine,
+            overwrite=overwrite,
+            choices=choices,
+        )
     typer.echo(f"exported step {restored.checkpoint.step} to {path}")
     typer.echo("\n".join(serving(path, target, config.target)))

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", metavar="CONFIG")]
+
+def expand(value: Any) -> Any:
+    """A path option, or a list of them, with `~` expanded: shells do so at a word's beginning only."""
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
+    return [expand(path) for path in value] if isinstance(value, list) else value
+
+
+ConfigFile = Annotated[
+    Path, typer.Argument(help="YAML configuration.", metavar="CONFIG", callback=expand)
+]
+RunOrCheckpoint = Annotated[
+    Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN", callback=expand)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Dotted overrides, such as train.steps=200.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from draftline.cli_options import AsJson
+from draftline.cli_options import AsJson, expand
 from draftline.errors import ConfigError
 
 _COMMAND = "draftline.watched_command"
@@ -17,7 +17,9 @@ _COMMAND = "draftline.watched_command"
 def diagnose_command(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Files or the run directory of one run.", metavar="FILE..."),
+        typer.Argument(
+            help="Files or the run directory of one run.", metavar="FILE...", callback=expand
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -63,12 +65,15 @@ class WatchCommand(TyperCommand):
 def watch_command(
     ctx: typer.Context,
     run: Annotated[
-        Path | None, typer.Argument(help="Run directory or recording.", metavar="RUN")
+        Path | None,
+        typer.Argument(help="Run directory or recording.", metavar="RUN", callback=expand),
     ] = None,
     pid: Annotated[int | None, typer.Option(min=1, help="A running process instead.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory of the recording of --pid or a command; ./signal-TIME."),
+        typer.Option(
+            help="Directory of the recording of --pid or a command; ./signal-TIME.", callback=expand
+        ),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="One look at RUN or --pid instead of a live view.")
@@ -106,8 +111,12 @@ def watch_command(
 
 
 def diff_command(
-    run_a: Annotated[Path, typer.Argument(help="The run that was well.", metavar="RUN_A")],
-    run_b: Annotated[Path, typer.Argument(help="The run that is not.", metavar="RUN_B")],
+    run_a: Annotated[
+        Path, typer.Argument(help="The run that was well.", metavar="RUN_A", callback=expand)
+    ],
+    run_b: Annotated[
+        Path, typer.Argument(help="The run that is not.", metavar="RUN_B", callback=expand)
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Put two runs side by side: what differs, and what of it may explain their memory."""
@@ -125,11 +134,14 @@ def diff_command(
 
 def report_command(
     run: Annotated[
-        list[Path], typer.Argument(help="Run directory, or recordings of one run.", metavar="RUN")
+        list[Path],
+        typer.Argument(
+            help="Run directory, or recordings of one run.", metavar="RUN", callback=expand
+        ),
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="HTML file to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="HTML file to write.", callback=expand)
+    ] = Path("report.html"),
 ) -> None:
     """Write one HTML page of a run that opens offline: verdict, memory, curves, choices, environment."""
     from draftline.signal.pages.report import write_report

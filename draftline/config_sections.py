@@ -7,6 +7,7 @@ The descriptions are what `draftline config schema` prints. `None` (YAML `null`)
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from typing import Any, Literal
 
@@ -40,10 +41,19 @@ class Section(BaseModel):
             isinstance(value, bool)
             and cls.model_fields[info.field_name or ""].annotation is not bool
         ):
-            raise PydanticCustomError(
-                "flag", "Input should not be a flag; null is what turns a key off"
-            )
+            raise PydanticCustomError("flag", "a flag where none may be")
         return value
+
+
+def expanded(value: Any) -> Any:
+    """A path, or every path of a list or mapping, with `~` expanded; blanks alone are refused."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise PydanticCustomError("blank", "a path of no characters")
+        return os.path.expanduser(value)
+    if isinstance(value, list):
+        return [expanded(item) for item in value]
+    return {k: expanded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 class RunSection(Section):
@@ -54,12 +64,15 @@ class RunSection(Section):
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+        examples=["auto", "cpu", "cuda", "cuda:0"],
         description="Device of eval and bench step; auto takes cuda:0 where there is one, else cpu. "
         "Of train where topology names no device: both sides then use this one, auto all GPUs.",
     )
     strict_choices: bool = Field(
         False, description="Make every recorded fallback an error instead of a warning."
     )
+
+    _paths = field_validator("dir")(expanded)
 
 
 class TopologySection(Section):
@@ -146,6 +159,8 @@ class TargetSection(Section):
         description="CUDA graphs for target forwards; auto measures whether the host is what limits "
         "them, and records the choice.",
     )
+
+    _paths = field_validator("path")(expanded)
 
     @field_validator("batches", mode="before")
     @classmethod
@@ -291,6 +306,8 @@ class DataSection(Section):
         description="Day that the chat template writes, where it writes one; null: the day on which "
         "the run starts, kept when it is resumed.",
     )
+
+    _paths = field_validator("train", "heldout")(expanded)
 
     @field_validator("heldout", mode="after")
     @classmethod

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from draftline.config_sections import MOST, MOST_STEPS, MOST_TOKENS, Section
+from draftline.config_sections import MOST, MOST_STEPS, MOST_TOKENS, Section, expanded
 
 
 class FeatureSection(Section):
@@ -25,6 +25,8 @@ class FeatureSection(Section):
         description="Deviation of Gaussian noise on features: absolute, or in units of each "
         "channel's scale with drafter.feature_scale.",
     )
+
+    _paths = field_validator("dir")(expanded)
 
     @model_validator(mode="after")
     def _check(self) -> FeatureSection:
@@ -130,6 +132,8 @@ class EvaluateSection(Section):
         None, ge=1, le=MOST, description="First prompts of each file; null: all."
     )
     plain: bool = Field(True, description="Also decode without the drafter: speed and identity.")
+
+    _paths = field_validator("prompts")(expanded)
 
     @model_validator(mode="after")
     def _check(self) -> EvaluateSection:

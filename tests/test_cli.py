@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +226,108 @@ def test_config_commands(run: Run, config: Path) -> None:
     assert run("config", "check", "nowhere.yaml")[0] == 2
 
 
+def test_check_and_plan_name_every_missing_file(run: Run, config: Path) -> None:
+    wrong = ["target.path=/no/model", "data.train=[/no/a]", "evaluate.prompts.x=/no/x"]
+    for command in (["config", "check"], ["plan"]):
+        code, out, err = run(*command, config, *wrong)
+        assert (code, out) == (2, "")
+        assert all(name in err for name in ("/no/model", "/no/a", "/no/x"))
+
+
+def test_a_tilde_in_an_option_is_the_home_directory(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shells expand it at the beginning of a word, not behind --out=."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run("config", "check", "~/config.yaml", "run.dir=~/run")[0] == 0
+    assert run("train", "~/config.yaml", "train.steps=1", "run.dir=~/other")[0] == 0
+    code, _, err = run("eval", "~/other", "--out=~/scores.json", "evaluate.max_new_tokens=2")
+    assert code == 0, err
+    assert (tmp_path / "scores.json").is_file()
+    code, _, err = run("export", "~/other", "~/exported")
+    assert code == 0, err
+    assert (tmp_path / "exported" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "eval", "export", "bench step", "demo"])
+def test_a_command_speaks_before_it_loads_anything_large(command: str, config: Path) -> None:
+    """In a process of its own, in which torch cannot be imported."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"sys.argv = ['draftline', *{[*command.split(), str(config)]!r}]\n"
+        "from draftline.cli import main\nmain()"
+    )
+    if command == "export":
+        code = code.replace("]\nfrom", ", 'out']\nfrom")
+    if command == "demo":
+        code = code.replace(f", {str(config)!r}", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.startswith("loading PyTorch ...\n"), done.stderr
+
+
+def test_commands_and_options_that_do_not_exist_are_corrected(run: Run, config: Path) -> None:
+    assert "Did you mean 'train'?" in run("trian", config)[2]
+    assert "--resume" in run("train", config, "--resum")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("draftline pl", "plan"),
+        ("draftline config ch", "check"),
+        ("draftline train --re", "--resume"),
+    ],
+)
+def test_shells_complete_commands_and_options(words: str, offered: str) -> None:
+    """As bash asks; nothing heavy is loaded for it."""
+    code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+    code += "sys.argv = ['draftline']\nfrom draftline.cli import main\nmain()"
+    asked = {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+        "_DRAFTLINE_COMPLETE": "complete_bash",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked
+    )
+    assert done.stdout.split() == [offered], done.stderr
+
+
+def test_plan_times_a_step_when_asked(run: Run, config: Path) -> None:
+    code, out, err = run("plan", config, "--time")
+    assert code == 0, err
+    assert "timing one drafter's step on random weights" in err
+    assert "plan: timed 3 steps of one drafter on CPU" in out
+    assert "plan: duration under a minute (at the given " in out
+    assert "duration unknown" not in out
+    code, out, err = run("plan", config, "--time", "--json")
+    tree = json.loads(out)
+    assert tree["rows_per_s"] > 0
+    assert tree["hours"] == pytest.approx(3 * 8 * 4 / tree["rows_per_s"] / 3600)
+    for other in (("--rate", "5"), ("--devices", "8xH200")):
+        code, _, err = run("plan", config, "--time", *other)
+        assert code == 2
+        assert f"{other[0]} speaks of another measurement" in err
+
+
+def test_regenerate(run: Run, tmp_path: Path, target_dir: Callable[[str], Path]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps(talk(n)) + "\n" for n in range(3)))
+    target = ["--target", target_dir("llama"), "--max-new-tokens", 5]
+    code, text, err = run("regenerate", prompts, "--out", out, *target)
+    assert code == 0, err
+    rows = [json.loads(x) for x in out.read_text().splitlines()]
+    assert f"{len(rows)} conversations" in text
+    assert all(r["finish_reason"] in ("stop", "length") for r in rows)
+    before = out.read_text()
+    assert run("regenerate", prompts, "--out", out, *target)[0] == 0
+    assert out.read_text() == before
+    code, _, err = run("regenerate", out, "--out", out, *target)
+    assert code == 2
+    assert "one of the files with the prompts" in err
+    assert out.read_text() == before
+
+
 def test_prompts_that_cannot_be_used_are_said(run: Run, config: Path, tmp_path: Path) -> None:
     assert run("train", config)[0] == 0
     prompts = tmp_path / "prompts.jsonl"
@@ -246,7 +350,7 @@ def test_plan_on_this_machine_and_on_one_that_is_only_thought_of(run: Run, confi
     assert "cuda:0 to 4" in out
     assert "cuda:5 to 7" in out
     assert "141.00" in out
-    assert "duration unknown here; draftline plan --rate" in out
+    assert "duration unknown here; draftline plan --time" in out
     code, out, err = run("plan", config, "--devices", "8xH200", "run.device=auto", "--json")
     assert code == 0, err
     tree = json.loads(out)

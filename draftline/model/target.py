@@ -140,7 +140,8 @@ class Target:
         return str(named[0])
 
     def check_decodable(self, slots: int) -> None:
-        """Raises TargetError when the cached forward cannot serve contexts of `slots` tokens."""
+        """Raises TargetError when the cached forward cannot serve contexts of `slots` tokens, or
+        was seen to compute something else than the plain one."""
         kinds = set(getattr(self.text_config, "layer_types", None) or ())
         recurrent = sorted(k for k in kinds if "attention" not in k or "linear" in k)
         reason = self.fidelity.undecodable

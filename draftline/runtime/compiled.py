@@ -26,6 +26,7 @@ import torch
 
 from draftline.choices import Choices
 from draftline.errors import CompileError
+from draftline.progress import QUIET_S
 from draftline.runtime.compile_fault import EAGER_FLEX, explain
 from draftline.runtime.compile_watch import Compiled, CompileWatch
 from draftline.runtime.exclusive import Exclusive
@@ -69,7 +70,7 @@ class CompileGate(AbstractContextManager["CompileGate"]):
         *,
         backend: str | Callable[..., Any] = "inductor",
         device_types: Collection[str] = ("cuda",),
-        heartbeat_s: float = 20.0,
+        heartbeat_s: float = QUIET_S,
         deadline_s: float = 600.0,
     ) -> None:
         self._choices = choices

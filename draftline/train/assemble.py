@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from draftline.config import Config
 from draftline.model.losses import LossSpec
 from draftline.model.target import Target
 from draftline.model.vocabulary import check_mask_row
+from draftline.progress import doing
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import keep_float32_exact
 from draftline.runtime.graphs import GraphPool
@@ -107,7 +109,8 @@ def assemble(
         feature_worker(config, inputs, targets[i] if targets else None, cache, span[0], choices)
         for i, span in enumerate(placement.targets)
     ]
-    drafter = first_drafter(config, inputs, target, features[0], choices)
+    with doing("initializing the drafter"):
+        drafter = first_drafter(config, inputs, target, features[0], choices)
     if cache is not None:
         # Its hooks refer to it, so it would wait for the collector while the drafters are made.
         del target
@@ -162,17 +165,11 @@ def _filled(
         folder = Path(config.features.dir or run_dir / "features")
     cache = FeatureCache(inputs.facts, inputs.samples, last_hidden=config.loss.soft_labels > 0)
     began = time.perf_counter()
-    shown = 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal shown
-        if done * 10 // total > shown:
-            shown = done * 10 // total
-            log.info("features: %d of %d tokens", done, total)
 
     def worker() -> FeatureWorker:
         return feature_worker(config, inputs, target, None, target.device, choices)
 
-    cache.fill(worker, folder, key, progress, choices)
+    with doing("features") as job:
+        cache.fill(worker, folder, key, partial(job.reached, unit="tokens"), choices)
     log.info("features: ready in %.0f s", time.perf_counter() - began)
     return cache

@@ -73,6 +73,11 @@ class StepBench:
     groups: dict[str, float]
     kernels: list[tuple[float, int, str]]
 
+    @property
+    def rows_per_s(self) -> float:
+        """The rate of the step as it trains: captured where there are graphs."""
+        return 1000 * self.rows / (self.captured or self.compiled).median_ms
+
     def lines(self) -> list[str]:
         """An aligned table."""
         floor = ""

@@ -29,6 +29,7 @@ from draftline.model.facts import TargetFacts, read_facts
 from draftline.model.init import build_shape
 from draftline.model.target import Target, load_target
 from draftline.model.vocabulary import choose_draft_vocabulary, choose_mask_token
+from draftline.progress import doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
 from draftline.train.placement import device_type
 
@@ -104,16 +105,17 @@ def open_target(
     """The target of `config`, over `devices` or on the one that run.device says."""
     if devices is None:
         devices = (pick_device(config.run.device, choices),)
-    return load_target(
-        config.target.path,
-        device=devices[0] if len(devices) == 1 else devices,
-        dtype=config.target.dtype,
-        taps=config.target.tap_layers,
-        num_taps=config.target.num_taps,
-        trust_remote_code=config.target.trust_remote_code,
-        context=config.data.max_length,
-        choices=choices,
-    )
+    with doing(f"loading the weights of {config.target.path}"):
+        return load_target(
+            config.target.path,
+            device=devices[0] if len(devices) == 1 else devices,
+            dtype=config.target.dtype,
+            taps=config.target.tap_layers,
+            num_taps=config.target.num_taps,
+            trust_remote_code=config.target.trust_remote_code,
+            context=config.data.max_length,
+            choices=choices,
+        )
 
 
 def epoch_packs(config: Config, samples: Sequence[Sample], epoch: int) -> PackPlan:
@@ -141,15 +143,17 @@ def prepare(
     directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths. `today`
     is the date of a chat template that writes one, where data.date gives none; by default the clock's.
     """
-    reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
-    facts = open_facts(
-        config, device_type(config, visible_devices() if available is None else available), choices
-    )
+    with doing("reading data.train"):
+        reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
+    with doing(f"reading {config.target.path}: configuration and tokenizer"):
+        kind = device_type(config, visible_devices() if available is None else available)
+        facts = open_facts(config, kind, choices)
     estimated = facts.tokenizer is None
     date = None
     if not estimated:
         date = settle_date(config, facts.tokenizer, choices, today)
-        tokenized = _tokenized(config, reading, facts, date)
+        with doing(f"tokenizing {len(reading.conversations)} conversations"):
+            tokenized = _tokenized(config, reading, facts, date)
         used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
         for sample in tokenized.samples:
             np.add.at(used, sample.input_ids, 1)

@@ -1,4 +1,4 @@
-"""Ctrl-C in a training run, and the SIGTERM that schedulers send."""
+"""Ctrl-C in a training run, the SIGTERM that schedulers send, and the SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one raises KeyboardInterrupt at once."""
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one raises KeyboardInterrupt at
+    once. A SIGHUP that is ignored, as under nohup, stays ignored."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -26,7 +27,10 @@ def interrupts() -> Iterator[threading.Event]:
         log.warning("interrupted: finishing the step and writing a checkpoint (again: stop now)")
         event.set()
 
-    previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield event
     finally:

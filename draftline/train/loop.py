@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from draftline.choices import Choices
 from draftline.config import Config
 from draftline.data.conversations import write_rejects
+from draftline.errors import UserError
 from draftline.locks import hold
 from draftline.model.target import Target
 from draftline.runlog import RunLog, provenance, source_diff
@@ -21,11 +24,23 @@ from draftline.runtime.nodes import Nodes
 from draftline.runtime.workers import out_of_memory
 from draftline.train.inputs import Inputs, prepare
 from draftline.train.memory_watch import MemoryWatch
+from draftline.train.named import check_named
 from draftline.train.placement import device_type
-from draftline.train.resume import dated, find_checkpoint, kept_date
+from draftline.train.resume import dated, find_checkpoint, is_finished, kept_date
 from draftline.train.run import Run, Trained
 
 log = logging.getLogger(__name__)
+
+# What a run writes before it holds anything that was computed.
+_LOGS = {
+    ".lock",
+    "config.yaml",
+    "events.jsonl",
+    "metrics.jsonl",
+    "rejects.jsonl",
+    "signal.jsonl",
+    "source.diff",
+}
 
 
 def train(
@@ -50,7 +65,7 @@ def train(
     kind = device_type(config, available)
     assert kind in ("cpu", "cuda")
     nodes = Nodes.from_environment(kind, config.topology.deadline_s)  # type: ignore[arg-type]
-    with nodes or contextlib.nullcontext():
+    with nodes or contextlib.nullcontext(), _no_trace_of_a_refusal(Path(config.run.dir)):
         try:
             with _alone(config, nodes):
                 return _train(config, resume, accept_changes, choices, inputs, target, nodes, kind)
@@ -72,6 +87,23 @@ def _alone(config: Config, nodes: Nodes | None) -> contextlib.AbstractContextMan
     return hold(directory / ".lock", f"run directory {directory}", instead)
 
 
+@contextlib.contextmanager
+def _no_trace_of_a_refusal(run_dir: Path) -> Iterator[None]:
+    """Takes away the run directory that a refused run has made, unless there is more than logs in it."""
+    made = not run_dir.exists()
+    try:
+        yield
+    except UserError:
+        left = list(run_dir.iterdir()) if made and run_dir.is_dir() else []
+        if (
+            made
+            and run_dir.is_dir()
+            and all(path.name in _LOGS and path.is_file() for path in left)
+        ):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
 def _train(
     config: Config,
     resume: bool,
@@ -85,6 +117,16 @@ def _train(
     run_dir = Path(config.run.dir)
     first = nodes is None or nodes.is_first
     checkpoint = find_checkpoint(config, run_dir, resume, accept_changes) if first else None
+    if nodes is None and checkpoint is not None and is_finished(checkpoint, config):
+        log.info("%s: all steps are done, nothing is left to train", checkpoint.path)
+        return Trained(
+            run_dir=run_dir,
+            checkpoint=checkpoint.path,
+            step=checkpoint.step,
+            total=checkpoint.step,
+            interrupted=False,
+            seconds=float(checkpoint.state["seconds"]),
+        )
     if checkpoint is not None:
         config = kept_date(config, checkpoint)
     today = datetime.date.today()
@@ -92,6 +134,8 @@ def _train(
         # Each machine has a clock of its own, and near midnight another day.
         today, date = nodes.broadcast_object((today, config.data.date))
         config = dated(config, date)
+    if inputs is None:
+        check_named(config, prompts=False)
     own_dir = run_dir if first or nodes is None else run_dir / f"machine-{nodes.rank}"
     with RunLog(own_dir) as runlog:
         choices.follow(runlog.event)

@@ -251,7 +251,8 @@ def _hours(
         basis = "estimated from matrix work, not measured"
     else:
         return Hours(
-            None, "unknown here; draftline plan --rate takes what draftline bench step measures"
+            None,
+            "unknown here; draftline plan --time measures a step, --rate takes what bench step did",
         )
     return Hours(packs * placement.pack_time(fed, drafted) / 3600, basis)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from draftline.errors import ResumeError
 from draftline.runtime.nodes import Nodes
 from draftline.train.checkpoint import Checkpoint, checkpoint_paths, latest_checkpoint
 from draftline.train.step import TrainStep
+
+log = logging.getLogger(__name__)
 
 # Keys that say where and how often, not what is computed.
 _FREE_KEYS = (
@@ -34,8 +37,9 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that a run of `config` starts from, or None for a new run.
 
-    Raises ResumeError when the directory holds one and `resume` is not asked for, when it holds none
-    and it is, and when the configuration differs in more than where and how often it writes.
+    With `resume` a directory that holds none starts a new run, which is said. Raises ResumeError when
+    it holds one and `resume` is not asked for, and when the configuration differs in more than where
+    and how often it writes.
     """
     present = checkpoint_paths(run_dir / "checkpoints")
     if not resume:
@@ -46,7 +50,8 @@ def find_checkpoint(
             )
         return None
     if not present:
-        raise ResumeError(f"--resume: {run_dir} holds no checkpoint; start it without --resume")
+        log.info("--resume: %s holds no checkpoint, so this run starts from the beginning", run_dir)
+        return None
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
     config = kept_date(config, checkpoint)
     changes = {
@@ -76,6 +81,14 @@ def kept_date(config: Config, checkpoint: Checkpoint) -> Config:
 def dated(config: Config, date: datetime.date | None) -> Config:
     """`config` with `data.date` set."""
     return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
+
+
+def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
+    """Whether the run of `checkpoint` has done all steps or epochs that `config` asks for."""
+    state, train = checkpoint.state, config.train
+    asked = {"steps": train.steps, "epochs": train.epochs}
+    same = all(state["config"]["train"][key] == value for key, value in asked.items())
+    return same and checkpoint.step >= int(state["total_steps"])
 
 
 def check_state(

@@ -17,6 +17,7 @@ from draftline.choices import Choices
 from draftline.config import Config
 from draftline.errors import RunError
 from draftline.model.target import Target
+from draftline.progress import doing
 from draftline.runlog import RunLog
 from draftline.runtime.compiled import CompileGate
 from draftline.runtime.devices import describe_device, visible_devices
@@ -193,12 +194,17 @@ class Run:
             duties = self._duties(feed, reporter, interrupted)
             pipeline = self._pipeline(crew, feed, duties)
 
+            running = False
+
             def look() -> None:
                 reporter.drain(trackers)
+                if running:
+                    trackers.reached(self.done_steps)
                 self.watch.look()
                 self._hear_news()
 
             def sealed() -> None:
+                nonlocal running
                 waits = {"targets": pipeline.target_waits, "drafters": pipeline.drafter_waits}
                 captured = all(step.captured for step in self.parts.steps)
                 launched = (
@@ -214,6 +220,7 @@ class Run:
                     "seconds": round(time.perf_counter() - self._created, 2),
                 }
                 self.runlog.event("sealed", facts)
+                running = True
 
             self.watch.phase("warm")
             self.watch.may_stop(interrupted.set)
@@ -310,7 +317,8 @@ class Run:
         seconds, interrupted = reporter.seconds, self.done_steps < self.plan.steps
         last = None
         if self.saver is not None:
-            last = self.saver.finish(self.done_steps, self._position(feed), seconds)
+            with doing(f"writing the checkpoint of step {self.done_steps}"):
+                last = self.saver.finish(self.done_steps, self._position(feed), seconds)
         self.runlog.event(
             "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}
         )

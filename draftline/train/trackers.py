@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftline.errors import ConfigError
+from draftline.progress import QUIET_S
 from draftline.runlog import RunLog
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,14 @@ class Trackers:
             self._runlog.event("tracker_dropped", {"tracker": name, "error": str(error)})
             return False
         return True
+
+    def reached(self, step: int) -> None:
+        """Shows `step`, whose numbers are not known yet, on the terminal; meant to be called often."""
+        if self._bar is not None:
+            try:
+                self._bar.reached(step)
+            except OSError:  # the terminal is gone, the run is not
+                self._bar = None
 
     def __enter__(self) -> Trackers:
         if self._bar is not None:
@@ -182,14 +191,18 @@ class _Console(Console):
 
 
 class TerminalProgress:
-    """A bar on a terminal; a line now and then where the output is a file."""
+    """A bar on a terminal; where the output is a file a line every ten seconds, and the last one."""
 
-    def __init__(self, total: int, every: int = 20) -> None:
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
         self._console = _Console(stderr=True)
-        self._total = total
-        self._lines = max(1, total // every)
-        self._next_line = 0
-        self._heldout = ""
+        self._total, self._clock = total, clock
+        # When a line was printed, and from which step and time on rates are counted.
+        self._said = self._clock()
+        self._first: tuple[int, float] | None = None
+        self._step = 0
+        self._text = self._rate = self._heldout = ""
+        self._eta_s = 0.0
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -213,18 +226,36 @@ class TerminalProgress:
                 f"held-out {values['accept_length_heldout']:.3f} uniform / "
                 f"{values['accept_length_chain']:.3f} chain  "
             )
-        text = (
+        self._text = (
             f"loss {values['loss']:.3f}  accept {values['accept_length_forced']:.3f}  "
             f"{self._heldout}{values['tokens_per_s']:.0f} tok/s  {values['rows_per_s']:.0f} rows/s"
         )
+        self._eta_s = values["eta_s"]
+        self._show(max(step, self._step), self._text, now=measured or step == self._total)
+
+    def reached(self, step: int) -> None:
+        """Shows `step` with the rate from the first step on, until numbers are known."""
+        now = self._clock()
+        if self._first is None:
+            self._first, self._step = (step, now), step
+        begin, since = self._first
+        if step == begin:
+            self._rate = f"the first step is under way, {now - since:.0f} s"
+        elif step > self._step:
+            step_s = (now - since) / (step - begin)
+            self._rate = f"{step_s:.2f} s a step"
+            self._eta_s = step_s * (self._total - step)
+        first_done = self._step == begin < step
+        self._step = step
+        self._show(step, self._text or self._rate, now=first_done)
+
+    def _show(self, step: int, text: str, now: bool = False) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, text=text)
-        elif step >= self._next_line or step == self._total or measured:
-            remaining = values["eta_s"]
-            self._console.print(
-                f"step {step}/{self._total}  {text}  ETA {remaining / 60:.1f} min", highlight=False
-            )
-            self._next_line = step + self._lines
+        elif now or self._clock() >= self._said + QUIET_S:
+            eta = f"  ETA {self._eta_s / 60:.1f} min" if self._eta_s else ""
+            self._console.print(f"step {step}/{self._total}  {text}{eta}", highlight=False)
+            self._said = self._clock()
 
     def stop(self) -> None:
         if self._progress is not None:

