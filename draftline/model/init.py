@@ -20,7 +20,7 @@ _INIT_STD = 0.02
 _GAIN_ROWS = 8192
 _GAIN_SWEEPS = 3
 # The drafter's own random states add about as much again, as the draw has it.
-_GAIN_EXCESS = 0.025
+_GAIN_EXCESS = 0.05
 
 
 class TargetShape(Protocol):
