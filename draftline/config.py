@@ -92,10 +92,15 @@ class Config(Section):
         """
         if self.max_anchors is not None:
             return self.max_anchors
-        sixth = self.token_budget // 6
-        chunks = -(-sixth // max(1, self.loss.chunk_rows // (self.block_size - 1)))
-        unit = chunks * (_TILE_ROWS // math.gcd(_TILE_ROWS, self.block_size))
-        return max(1, sixth // unit * unit or sixth)
+        tile = _TILE_ROWS // math.gcd(_TILE_ROWS, self.block_size)
+        per_chunk = max(1, self.loss.chunk_rows // (self.block_size - 1))
+        anchors = max(1, self.token_budget // 6)
+        # Fewer anchors may need fewer chunks, which then divide other numbers.
+        while rest := anchors % (tile * -(-anchors // per_chunk)):
+            if rest == anchors:
+                break  # less than one unit: as it is
+            anchors -= rest
+        return anchors
 
     @property
     def gamma(self) -> float:

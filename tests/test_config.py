@@ -662,3 +662,27 @@ def test_what_is_wrong_with_a_topology_is_said_in_its_own_words(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_config(LEAST, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "anchors"),
+    [
+        ([], 1360),
+        (["token_budget=3072"], 512),
+        (["token_budget=49152"], 8160),
+        (["block_size=10", "token_budget=16384"], 2688),
+        (["block_size=4", "token_budget=160", "data.max_length=128"], 26),
+        (["token_budget=3000", "block_size=2000"], 500),
+        (["max_anchors=77"], 77),
+    ],
+)
+def test_anchors_are_a_sixth_of_the_budget(overrides: list[str], anchors: int) -> None:
+    """512 for 3,072 tokens, in whole mask tiles and equal loss chunks, whatever a pack's size."""
+    config = build_config(LEAST, overrides)
+    assert config.anchors == anchors
+    if config.max_anchors is None and anchors >= 128:
+        slots = config.block_size - 1
+        chunks = -(-anchors // max(1, config.loss.chunk_rows // slots))
+        assert anchors % chunks == 0
+        if config.block_size < 1000:
+            assert anchors * config.block_size % 128 == 0

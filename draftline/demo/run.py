@@ -55,7 +55,7 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     for line in serving(exported, target, config.target):
         log.info("%s", line)
     table = Table(title="draftline demo", show_header=False)
-    for name, value in (
+    rows = [
         ("target", f"{config.target.path} on {target.device}"),
         ("held-out prompts", f"{after.prompts}, greedy, {after.batch_size} at a time"),
         ("accept_length before training", f"{before.accept_length:.3f}"),
@@ -67,7 +67,11 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
         ("whole demo", f"{time.perf_counter() - began:.0f} s"),
         ("checkpoint", str(trained.checkpoint)),
         ("export", str(exported)),
-    ):
+    ]
+    if trained.heldout is not None:
+        uniform, chain = trained.heldout.accept_length_heldout, trained.heldout.accept_length_chain
+        rows.insert(4, ("in training, held out", f"{uniform:.3f} uniform, {chain:.3f} as a chain"))
+    for name, value in rows:
         table.add_row(name, value)
     return table
 

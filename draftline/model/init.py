@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from draftline.choices import Choices
 from draftline.config import Config
 from draftline.errors import ConfigError, TargetError
 from draftline.model.drafter import Drafter, DrafterShape
+from draftline.model.head import Head
 from draftline.model.target import Target
 
 _INIT_STD = 0.02
@@ -18,6 +20,12 @@ _INIT_STD = 0.02
 # common size, as the published ones for Gemma 4 have it.
 _WIDEST_HEAD = 256
 _COMMON_HEAD = 128
+# Rows of the head that stand for all, and passes over the channels: more change nothing.
+_GAIN_ROWS = 8192
+_GAIN_SWEEPS = 3
+# Of ln(vocabulary). Measured on the demo recipe, 200 steps on a CPU: half of it learns more slowly
+# (loss 3.48 against 3.19 over the last 40), and so do weights of one (3.36).
+_GAIN_EXCESS = 0.05
 
 
 class TargetShape(Protocol):
@@ -136,11 +144,18 @@ def _rope_theta(text: object) -> float:
 
 
 def init_drafter(
-    shape: DrafterShape, target: Target, *, init: str, seed: int, choices: Choices
+    shape: DrafterShape,
+    target: Target,
+    *,
+    init: str,
+    seed: int,
+    choices: Choices,
+    token_ids: Tensor | None = None,
 ) -> Drafter:
     """A float32 drafter on the target's device, the same for equal seeds on every device.
 
-    `scratch`: matrices normal with deviation 0.02, norms one. `target`: additionally every tensor of
+    `scratch`: matrices normal with deviation 0.02, norms one but the last, which `final_gain` makes
+    for the head over `token_ids` (None: the whole vocabulary). `target`: additionally every tensor of
     the target's last layers whose shape equals the drafter's, and its final norm; what was copied
     and what was not is recorded.
     """
@@ -151,6 +166,9 @@ def init_drafter(
             nn.init.normal_(parameter, std=_INIT_STD, generator=generator)
         else:
             nn.init.ones_(parameter)
+    masked = target.embed(torch.tensor([shape.mask_token_id], device=target.device))[0]
+    with torch.no_grad():
+        drafter.norm.weight.copy_(final_gain(target.head, masked, token_ids))
     if init == "target":
         copied, total = _copy_from_target(drafter, target)
         choices.record(
@@ -161,6 +179,37 @@ def init_drafter(
             fallback=copied == 0,
         )
     return drafter.to(target.device)
+
+
+@torch.no_grad()
+def final_gain(head: Head, masked: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Weights `[hidden]` of a final norm, float32 on the CPU, with which a drafter that has learned
+    nothing says nothing: its first loss is about ln(vocabulary).
+
+    At first the states of all masked slots are nearly the embedding `masked [hidden]`, which a tied
+    head, or one with a common direction, maps to logits of 80 and more. Signs are chosen, channel
+    after channel, so that what channels add to the logits cancels; the size, at most 1, gives logits
+    of other states the deviation at which the loss exceeds ln(vocabulary) by `_GAIN_EXCESS`. Small
+    weights alone would do as much for the first loss, but the drafter then learns more slowly.
+    """
+    rows = head.weight.shape[0] if token_ids is None else len(token_ids)
+    some = torch.arange(0, rows, max(1, rows // _GAIN_ROWS))
+    if token_ids is not None:
+        some = token_ids.cpu()[some]
+    weight = head.weight[some.to(head.weight.device)].cpu().double()
+    parts = (weight * masked.cpu().double()).t().contiguous()
+    signs = torch.ones(len(parts), dtype=torch.float64)
+    order = parts.square().sum(1).argsort(descending=True, stable=True).tolist()
+    total = torch.zeros(len(weight), dtype=torch.float64)
+    for sweep in range(_GAIN_SWEEPS):
+        for channel in order:
+            if sweep:
+                total -= signs[channel] * parts[channel]
+            signs[channel] = -1.0 if total @ parts[channel] > 0 else 1.0
+            total += signs[channel] * parts[channel]
+    deviation = head.multiplier * float(weight.square().sum(1).mean().sqrt())
+    size = min(1.0, math.sqrt(2 * _GAIN_EXCESS * math.log(rows)) / max(deviation, 1e-9))
+    return (size * signs).float()
 
 
 @torch.no_grad()

@@ -98,6 +98,7 @@ def first_drafter(
         init=config.drafter.init,
         seed=config.run.seed,
         choices=choices,
+        token_ids=inputs.token_ids,
     )
     if config.drafter.feature_scale:
         every = max(1, len(inputs.samples) // _SCALE_SAMPLES)

@@ -180,3 +180,39 @@ def test_a_directory_that_no_disk_can_name_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"run.dir=.* cannot be used: File name too long"):
         plan_run(config(tmp_path, f"run.dir={name}"), inputs, PACKS, CPU, ())
+
+
+def test_the_plan_says_how_much_of_the_data_the_anchors_reach(tmp_path: Path, inputs: Any) -> None:
+    """All but the first three of a sample's tokens are answers, whose last begins no block."""
+    possible = [57 - 1 + 27 - 1, 67 - 1]
+    plan = plan_run(config(tmp_path), inputs, PACKS, CPU, ())
+    assert (plan.anchors, plan.anchored_pct) == (8, pytest.approx(100 * 16 / sum(possible)))
+    assert "8 anchors a pack, in an epoch at 11 % of the positions" in "\n".join(plan.lines())
+    auto = plan_run(config(tmp_path, "max_anchors=null"), inputs, PACKS, CPU, ())
+    assert (auto.anchors, auto.rows) == (16, 64)
+    every = plan_run(config(tmp_path, "max_anchors=100"), inputs, PACKS, CPU, ())
+    assert every.anchored_pct == 100
+
+
+def test_the_plan_counts_what_measuring_costs(
+    tmp_path: Path, inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan_run(config(tmp_path), inputs, PACKS, CPU, ()).heldout is None
+    inputs.heldout = tuple(build_samples((50, 40, 30)))
+    settings = config(tmp_path, "train.epochs=null", "train.steps=9", "train.eval_every=4")
+    plan = plan_run(settings, inputs, PACKS, CPU, ())
+    cost = plan.heldout
+    assert cost is not None
+    # Packs of 100 tokens hold two of the three; their 120 - 9 - 3 positions come 8 at a time.
+    assert (cost.conversations, cost.positions) == (3, 108)
+    assert 14 <= cost.passes <= 15
+    assert cost.measurements == 3
+    assert cost.work_pct == pytest.approx(100 * cost.passes * 3 / 3 / 9)
+    features = 100 * 2 * inputs.facts.hidden_size * 4
+    assert cost.host_bytes == 2 * (features + 18 * 100)
+    assert plan.memory[0].parts["held-out"] == cost.host_bytes
+    assert f"{cost.passes} forward passes every 4 steps" in "\n".join(plan.lines())
+    assert plan.to_dict()["heldout"]["positions"] == 108  # type: ignore[index]
+    monkeypatch.setattr("draftline.train.plan.free_host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"held-out features need .* of host memory"):
+        plan_run(settings, inputs, PACKS, CPU, ())

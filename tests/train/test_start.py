@@ -31,7 +31,9 @@ def build(**changes: Any) -> tuple[Config, Any, Any]:
         "block_size": 4,
     }
     target = build_target()
-    inputs = SimpleNamespace(samples=tuple(build_samples(LENGTHS)), shape=build_shape(target))
+    inputs = SimpleNamespace(
+        samples=tuple(build_samples(LENGTHS)), shape=build_shape(target), token_ids=None
+    )
     return Config.model_validate(values | changes), inputs, target
 
 
