@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from draftline.data.chat import REFUSALS, Chat
 from draftline.data.conversations import Conversation
@@ -24,9 +23,6 @@ from draftline.data.thinking import (
     thought_at_end,
     without_empty_block,
 )
-
-# What no template writes by itself, to find an answer and the turn after it in a render.
-_LAST, _NEXT = "\u2042 last", "\u2042 next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +178,8 @@ class Answers:
             begin, given, served = len(prompt), prompt + rest, True
         else:
             raise _LeftOut("template_not_prefix", _does_not_follow(prompt))
-        closing = self.chat.closing.search(given, begin)
-        assert closing is not None, "it matches nothing at the end of any text"
-        body, close = given[begin : closing.start()], given[closing.start() :]
+        at = self.chat.close_at(given, begin)
+        body, close = given[begin:at], given[at:]
         for what, part in _parts(message):
             if part not in body:
                 reason = f"{what}_not_in_template"
@@ -215,71 +210,16 @@ class Answers:
         at = text.rfind(said.strip()) + len(said.strip())
         if said.strip() in text and self.chat.closing.fullmatch(text, at):
             return text, at
-        closing = self.chat.closing.search(text)
-        assert closing is not None, "it matches nothing at the end of any text"
-        return text, closing.start()
+        return text, self.chat.close_at(text, 0)
 
     def _ending(self, index: int, text: str, after: int) -> str:
-        """The text with which the target ends the answer that ends at `after` in `text`.
-
-        It is what follows up to a stop token, of which there may be only one in the next turn's
-        beginning. "" where the template ends turns with what the target does not stop with.
-        """
-        close, stops = text[after:], self.chat.stops
-        marks = list(self.chat.mark.finditer(close))
-        ends = stops if stops is not None else {self.chat.eos}
-        for mark in marks:
-            if mark[0] in ends:
-                return close[: mark.end()]
-        if stops is None and marks:
-            return close[: marks[0].end()]
-        if (following := self._following(index, text, after)) is not None:
-            return following
-        if marks:
-            self.notes.add("end_not_a_stop_token")
-            return ""
-        if self.chat.eos is not None:
-            return self.chat.eos
-        self.notes.add("no_end_of_turn")
-        return ""
-
-    def _following(self, index: int, text: str, after: int) -> str | None:
-        """What the next turn puts behind an answer, up to the token that the target stops with."""
-        calls = bool(self._said[index].tool_calls)
-        key = (calls, text[after:])
-        if key in self.chat.endings:
-            return self.chat.endings[key]
-        user = {"role": "user", "content": _NEXT}
-        result = {"role": "tool", "content": _NEXT, "name": "a", "tool_call_id": "a"}
+        """The text with which the target ends this answer, which ends at `after` in `text`."""
         turns = self._messages[: index + 1]
-        found = None
-        if calls:
-            found = self._probe([*turns, result], text[max(0, after - 24) : after])
-        else:
-            first = {"role": "user", "content": "a"}
-            found = self._probe([first, {"role": "assistant", "content": _LAST}, user], _LAST)
-        for length in (24, 4):
-            if found is None:
-                found = self._probe([*turns, user], text[max(0, after - length) : after])
-        self.chat.endings[key] = found
-        return found
-
-    def _probe(self, turns: list[dict[str, Any]], said: str) -> str | None:
-        """What stands between `said` and the last turn, up to the first stop token there."""
-        try:
-            shown = self.chat.render(turns, False, self._tools)
-        except REFUSALS:
-            return None
-        at = shown.rfind(said, 0, max(0, shown.rfind(_NEXT)))
-        if at < 0:
-            return None
-        close = shown[at + len(said) :]
-        for mark in self.chat.mark.finditer(close):
-            if not self.chat.closing.fullmatch(close[: mark.start()]):
-                break
-            if self.chat.stops is None or mark[0] in self.chat.stops:
-                return close[: mark.end()]
-        return None
+        calls = bool(self._said[index].tool_calls)
+        ending, note = self.chat.endings.of(turns, text, after, calls, self._tools)
+        if note:
+            self.notes.add(note)
+        return ending
 
 
 def _parts(message: Message) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from draftline.data.endings import Endings
 from draftline.data.messages import Message
 from draftline.errors import DataError
 
@@ -75,8 +76,14 @@ class Chat:
         marks = "|".join(map(re.escape, longest)) or r"(?!)"
         self.mark = re.compile(marks)
         self.closing = re.compile(rf"(?:\s|{marks})*\Z")
-        # Texts that end an answer, found once: by whether it calls tools and what follows it.
-        self.endings: dict[tuple[bool, str], str | None] = {}
+        self.endings = Endings(
+            self.render,
+            REFUSALS,
+            stops=self.stops,
+            eos=self.eos,
+            mark=self.mark,
+            closing=self.closing,
+        )
         self._tails: dict[str, list[int]] = {}
         self._parsed = lru_cache(maxsize=64)(json.loads)
 
@@ -94,6 +101,16 @@ class Chat:
         encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False, **asked)
         spans = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
         return np.asarray(encoded["input_ids"], np.int32), spans
+
+    def close_at(self, text: str, begin: int) -> int:
+        """Where the special tokens and the white space begin that `text`, past `begin`, ends in."""
+        end = len(text)
+        while True:
+            at = max(begin, len(text[:end].rstrip()))
+            mark = next((m for m in self.special.values() if text.endswith(m, begin, at)), "")
+            if not mark:
+                return at
+            end = at - len(mark)
 
     def answer_start(self, text: str, begin: int, ids: Ids, spans: Spans) -> int | None:
         """The token that follows the prompt `text[:begin]`, None where that prompt has other ids.

@@ -29,6 +29,7 @@ from draftline.data.messages import (
     read_tools,
 )
 from draftline.data.rows import BadRow, rows_of
+from draftline.data.turns import trim
 from draftline.errors import DataError
 from draftline.runlog import write_atomic
 
@@ -63,7 +64,7 @@ NOTES = {
 }
 
 _TURN_KEYS = ("messages", "conversations", "conversation")
-_MEDIA = ("images", "image", "videos", "audios")
+_MEDIA = {"images", "image", "videos", "audios"}
 # A text without any such mark is no rendered conversation.
 _MARKED = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
@@ -203,10 +204,10 @@ class _Reader:
             raise row
         if not isinstance(row, dict):
             raise BadRow("not_object", f"a row is an object, this is a {type(row).__name__}")
-        if self._need_answer and read_flag(_without_lists(row), "the row") is False:
+        if self._need_answer and read_flag(row, "the row") is False:
             raise BadRow("not_trained", "the row has a weight of 0")
-        if any(row.get(key) for key in _MEDIA):
-            raise BadRow("not_text", f"the row has {next(k for k in _MEDIA if row.get(k))}")
+        if media := [key for key in _MEDIA & row.keys() if row[key]]:
+            raise BadRow("not_text", f"the row has {media[0]}, only text is read")
         whole = row.get("finish_reason") != "length"
         if self._need_answer and isinstance(row.get("input_ids"), list):
             tokens = self._ids.token_row(row)
@@ -253,63 +254,9 @@ class _Reader:
             instruction, _ = read_message("system", {"role": "system", "content": system})
             if messages[0] != instruction:
                 messages.insert(0, instruction)
-        kept, trimmed = _trim(messages, self._need_answer)
+        kept, trimmed = trim(messages, self._need_answer)
         if self._need_answer and not any(m.role == "assistant" and m.trained for m in kept):
             raise BadRow("not_trained", "every answer has a weight of 0")
         return Conversation("", kept, "", whole, tools=shared[0], arguments=shared[1]), (
             notes | trimmed
         )
-
-
-def _without_lists(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without what is said token by token."""
-    return {key: value for key, value in row.items() if not isinstance(value, list)}
-
-
-def _trim(messages: list[Message], need_answer: bool) -> tuple[tuple[Message, ...], set[str]]:
-    """The turns that are kept, neighbours of one role joined by a blank line; raises BadRow."""
-    notes = set()
-    roles = [message.role for message in messages]
-    if "user" not in roles:
-        raise BadRow("no_user_turn", f"the roles are {', '.join(sorted(set(roles)))}")
-    first, end = roles.index("user"), len(roles)
-    if need_answer:
-        if "assistant" not in roles[first:]:
-            raise BadRow("no_assistant_turn", "no assistant turn follows a user turn")
-        end -= roles[::-1].index("assistant")
-    if end < len(roles):
-        notes.add("trailing_turns_dropped")
-    lead = [message for message in messages[:first] if message.role == "system"]
-    if len(lead) < first:
-        notes.add("leading_turns_dropped")
-    merged: list[Message] = []
-    for message in [*lead, *messages[first:end]]:
-        if merged and _joins(merged[-1], message):
-            notes.add("turns_merged")
-            if merged[-1].trained != message.trained:
-                notes.add("untrained_by_merge")
-            merged[-1] = _joined(merged[-1], message)
-        else:
-            merged.append(message)
-    return tuple(merged), notes
-
-
-def _joins(first: Message, second: Message) -> bool:
-    """Whether two neighbours are one turn: nothing that is written first may come to stand last."""
-    if first.role != second.role or first.role == "tool":
-        return False
-    behind = second.content or second.reasoning_content
-    return not (first.tool_calls and behind) and not (first.content and second.reasoning_content)
-
-
-def _joined(first: Message, second: Message) -> Message:
-    plain = not second.tool_calls
-    contents = (first.content, second.content)
-    thoughts = (first.reasoning_content, second.reasoning_content)
-    return replace(
-        first,
-        content="\n\n".join(contents if plain else filter(None, contents)),
-        reasoning_content="\n\n".join(filter(None, thoughts)),
-        tool_calls=first.tool_calls + second.tool_calls,
-        trained=first.trained and second.trained,
-    )

@@ -108,6 +108,26 @@ class IdReader:
         return TokenRow(ids, mask)
 
 
+def joined_rows(
+    answers: Sequence[Generated],
+) -> list[tuple[list[int], list[bool], int, bool]]:
+    """Rows of ids, with what of them was said, the last turn in each, and whether it is complete.
+
+    A turn whose prompt begins with the row before it goes on with that row.
+    """
+    rows: list[tuple[list[int], list[bool], int, bool]] = []
+    for answer in answers:
+        prompt, said = answer.prompt_ids, answer.answer_ids
+        ids: list[int] = []
+        mask: list[bool] = []
+        if rows and prompt[: len(rows[-1][0])] == tuple(rows[-1][0]):
+            ids, mask, *_ = rows.pop()
+        shown = prompt[len(ids) :]
+        mask = [*mask, *[False] * len(shown), *[True] * len(said)]
+        rows.append(([*ids, *shown, *said], mask, answer.turn, answer.complete))
+    return rows
+
+
 def template_sha256(chat_template: Any) -> str:
     """The first 16 hex digits of the template's SHA-256; of several named ones, of their JSON."""
     text = (

@@ -17,7 +17,8 @@ _ROLE_OF = {
     **dict.fromkeys(("tool", "function", "observation", "tool_response", "ipython"), "tool"),
 }
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_FLAGS = ("weight", "loss_weight", "train", "training", "trainable", "loss_mask", "loss")
+_NAMES = {"name", "tool_call_id"}
+_FLAGS = {"weight", "loss_weight", "train", "training", "trainable", "loss_mask", "loss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,9 @@ def read_message(name: object, turn: object) -> tuple[Message, set[str]]:
         if trained:
             notes.add("prompt_weight_ignored")
         trained = None
-    texts = {key: turn.get(key) for key in ("name", "tool_call_id")}
-    named = {key: value for key, value in texts.items() if isinstance(value, str) and value}
+    named = {
+        key: turn[key] for key in _NAMES & turn.keys() if isinstance(turn[key], str) and turn[key]
+    }
     for value in (text, thought, *named.values(), *(c.name + c.arguments + c.id for c in calls)):
         check_unicode(value, where)
     return Message(role, text, thought, calls, trained=trained is not False, **named), notes
@@ -98,10 +100,13 @@ def read_message(name: object, turn: object) -> tuple[Message, set[str]]:
 
 def read_flag(holder: Mapping[str, Any], where: str) -> bool | None:
     """Whether a turn or row is to be learned, None where it does not say; raises BadRow."""
+    if not _FLAGS & holder.keys():
+        return None
     said: dict[str, bool] = {}
-    for key in _FLAGS:
-        value = holder.get(key)
-        if value is None:
+    for key in sorted(_FLAGS & holder.keys()):
+        value = holder[key]
+        # A list says it token by token, beside ids.
+        if value is None or (isinstance(value, list) and "input_ids" in holder):
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise BadRow("bad_weight", f"{where} has {key}={value!a}; only 0 and 1 are honoured")

@@ -22,7 +22,7 @@ from draftline.data.answers import Answers, Turn, reject_reasons
 from draftline.data.chat import Chat, ChatTokenizer, Ids, Spans
 from draftline.data.conversations import Conversation, Reject, describe_rejects
 from draftline.data.formatted import Formatted
-from draftline.data.generated import check_generators, normal_arguments
+from draftline.data.generated import check_generators, joined_rows, normal_arguments
 from draftline.errors import DataError
 
 Mask = NDArray[np.bool_]
@@ -210,20 +210,8 @@ def _generated(
     conversation: Conversation, max_length: int
 ) -> tuple[list[Sample], dict[str, str], int]:
     """Samples of the ids that the target was given and gave; turns share one where they follow."""
-    trained = [
-        answer for answer in conversation.generated if conversation.messages[answer.turn].trained
-    ]
-    rows: list[tuple[list[int], list[bool], int, bool]] = []
-    for answer in trained:
-        prompt, said = answer.prompt_ids, answer.answer_ids
-        if rows and prompt[: len(rows[-1][0])] == tuple(rows[-1][0]):
-            ids, mask, *_ = rows.pop()
-            shown = prompt[len(ids) :]
-        else:
-            ids, mask, shown = [], [], prompt
-        ids = [*ids, *shown, *said]
-        mask = [*mask, *[False] * len(shown), *[True] * len(said)]
-        rows.append((ids, mask, answer.turn, answer.complete))
+    messages = conversation.messages
+    rows = joined_rows([a for a in conversation.generated if messages[a.turn].trained])
     samples, late = [], 0
     for ids, mask, turn, complete in rows:
         starts = [n for n, (a, b) in enumerate(zip([False, *mask], mask, strict=False)) if b > a]
