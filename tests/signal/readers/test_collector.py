@@ -120,7 +120,7 @@ def test_steps_of_other_programs(tmp_path: Path) -> None:
 
 
 def test_steps_without_times(tmp_path: Path) -> None:
-    rows = [{"step": n, "wall_ms": 20.0, "reserved": 5} for n in range(20)]
+    rows = [{"step": n, "wall_ms": 20.0, "reserved": 5 << 21} for n in range(20)]
     trace = read(tmp_path, rows)
     np.testing.assert_allclose(np.diff(trace.steps[0].time_s), 0.02)
     assert "durations were added up" in trace.notes[0]
