@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from draftline.signal.duration import duration
 from draftline.signal.judge.breaks import come_regularly, find_breaks, split_at
-from draftline.signal.judge.phases import PAUSES, Phase, find_phases, steady_windows
-from draftline.signal.judge.shape import Shape, counted, find_shape
+from draftline.signal.judge.phases import (
+    PAUSES,
+    Phase,
+    find_phases,
+    observed,
+    steady_windows,
+)
+from draftline.signal.judge.shape import IDLE_BYTES, Shape, counted, find_shape, level_of
 from draftline.signal.trace import MIB, Column, Event, Program, Samples, Snapshot, Steps, Trace
 
 # The allocator's own figures are exact: what moves by less is one small segment.
@@ -191,7 +198,22 @@ class Evidence:
             return Shape("unknown", "the device was not sampled")
         if not np.isfinite(self.samples.used_bytes).any():
             return Shape("unknown", "the files hold no memory in use (memory.used) of this device")
-        return find_shape(self.samples.time_s, self.samples.used_bytes, self.sampled_windows)
+        samples = self.samples
+        used = samples.used_bytes
+        known = used[np.isfinite(used)]
+        busy = np.nan_to_num(samples.util_pct, nan=0.0) > 0
+        if not self._holds_memory and known.max() <= IDLE_BYTES and not busy.any():
+            span = observed(samples.time_s)
+            words = f"no program used it in {duration(span)}" if span else "no program uses it"
+            return Shape("idle", words, level_of(used), float(known.min()), float(known.max()))
+        shape = find_shape(samples.time_s, used, self.sampled_windows)
+        return shape if shape.level else replace(shape, level=level_of(used))
+
+    @property
+    def _holds_memory(self) -> bool:
+        """Whether the program's own steps say that it holds memory of this device."""
+        held = self._column("reserved_bytes")
+        return held is not None and float(np.nanmax(held)) > 0
 
     @cached_property
     def held(self) -> Shape:
