@@ -20,7 +20,7 @@ from draftline.signal.judge.memory_rules import (
 from draftline.signal.judge.phases import PAUSES
 from draftline.signal.judge.processes import name_processes
 from draftline.signal.judge.shape import TOLERANCE_BYTES, Shape, counted
-from draftline.signal.trace import MIB, Snapshot
+from draftline.signal.trace import MIB, Snapshot, one_line
 
 COUNTERS_NEEDED = (
     "record its counters: `from draftline import signal`, then `signal.mark_step()` after each step "
@@ -103,6 +103,9 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
     has_counters = seen.known("allocator_calls") or seen.known("reserved_bytes")
     if has_counters and seen.count < _FEWEST_STEPS:
         words = f"{counted(seen.count, 'step')} in the steady state, too few to judge"
+        failed = seen.events("error", steady=False) + seen.events("oom", steady=False)
+        if failed:
+            words = f"the program ended early ({one_line(failed[-1].text, 200)}): {words}"
         return Cause(
             "unknown",
             "low",

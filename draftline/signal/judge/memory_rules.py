@@ -195,8 +195,8 @@ def largest_so_far(seen: Evidence) -> Cause | None:
         "largest_so_far",
         "high" if rose.sum() >= 3 else "medium",
         f"each of the {int(rose.sum())} rises, {growth / MIB:,.0f} MiB together, is a new largest step (up "
-        f"to {np.nanmax(peak) / MIB:,.0f} MiB at the peak, the last at step {at:,.0f}), and steps do not grow "
-        "in time: it levels off when the largest was seen.",
+        f"to {np.nanmax(peak) / MIB:,.0f} MiB at the peak, the last at step {at:,.0f}), and steps do not "
+        "grow in time: it levels off when the largest was seen.",
         "run the largest batch first, once, before the loop: memory stands still from then on",
     )
 
@@ -211,7 +211,7 @@ def fragmentation(seen: Evidence) -> Cause | None:
         "high",
         f"the allocator holds {grown.held / MIB:,.0f} MiB more while tensors occupy "
         f"{grown.used / MIB:,.0f} MiB more: {grown.split / MIB:,.0f} MiB lie in the gaps of split blocks, "
-        "too small for what the steps ask for{_now(seen)}.",
+        f"too small for what the steps ask for{_now(seen)}.",
         "keep long-lived tensors out of the loop (allocate them first), and set "
         "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.10)",
     )

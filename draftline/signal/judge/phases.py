@@ -90,7 +90,12 @@ def _from_episodes(samples: Samples) -> list[Phase]:
     """
     known = np.isfinite(samples.used_bytes)
     times, used, util = samples.time_s[known], samples.used_bytes[known], samples.util_pct[known]
-    gaps: list[int] = find_gaps(times).tolist()
+    whole = samples.time_s
+    # A reading without a value was made: it is no gap.
+    gaps: list[int] = [
+        int(n) for n in np.searchsorted(times, whole[find_gaps(whole)], side="right") - 1
+    ]
+    gaps = [n for n in gaps if 0 <= n < len(times) - 1]
     ends = {n for n in gaps if _ended(used, n)} | set(_idle_starts(used, util))
     found: list[Phase] = []
     for first, last in pairwise([0, *sorted(n + 1 for n in ends), len(times)]):
