@@ -11,6 +11,7 @@ import numpy.typing as npt
 from draftline.signal.duration import duration
 from draftline.signal.judge.breaks import come_regularly, find_breaks, split_at
 from draftline.signal.judge.phases import (
+    GAP,
     PAUSES,
     Phase,
     find_gaps,
@@ -232,14 +233,15 @@ class Evidence:
     def _stays(self) -> list[tuple[float, float]]:
         """From when to when each of the programs was there that idle stretches and gaps separate."""
         found: list[list[float]] = []
-        new = True
+        new, ran = True, False
         for phase in self.phases:
-            if phase.name in ("load", "run") and (new or (phase.name == "load" and found)):
+            if phase.name in ("load", "run") and (new or (phase.name == "load" and ran)):
                 found.append([phase.from_s, phase.to_s])
                 new = False
-            elif phase.name == "run":
+            elif phase.name in ("load", "run"):
                 found[-1][1] = phase.to_s
             new = new or phase.name in ("idle", "end")
+            ran = phase.name == "run" or (ran and phase.name == GAP)
         return [(a, b) for a, b in found]
 
     @property
@@ -351,7 +353,7 @@ def _across_gaps(shape: Shape, samples: Samples, windows: list[tuple[float, floa
     if not len(gaps) or not windows:
         return shape
     times, used = samples.time_s, samples.used_bytes
-    inside = [n for n in gaps if windows[0][0] <= times[n] and times[n + 1] <= windows[-1][1]]
+    inside = [n for n in gaps if min(used[n], used[n + 1]) > IDLE_BYTES]
     jumps = np.array([used[n + 1] - used[n] for n in inside if shape.kind == "flat"])
     lost = float(np.diff(times)[gaps].sum())
     words = f"{shape.words}; {lost:,.0f} s were not recorded"

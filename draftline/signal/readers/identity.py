@@ -34,7 +34,7 @@ def collisions(ids: npt.NDArray[np.generic], moment: npt.NDArray[np.intp]) -> fl
     """The share of rows whose id stands in an earlier row of the same moment."""
     _, codes = np.unique(ids, return_inverse=True)
     pairs = np.unique(np.stack([moment, codes.reshape(-1)]), axis=1)
-    return 1.0 - pairs.shape[1] / max(len(moment), 1)
+    return 1.0 - float(pairs.shape[1]) / max(len(moment), 1)
 
 
 def unsteadiness(ids: npt.NDArray[np.generic], moment: npt.NDArray[np.intp]) -> float:
