@@ -127,7 +127,9 @@ def test_steps_without_times(tmp_path: Path) -> None:
 
 
 def test_durations_are_filled_in(tmp_path: Path) -> None:
-    rows = [{"step": n, "time_s": START_S + n, "wall_ms": None, "reserved": 5} for n in range(5)]
+    rows = [
+        {"step": n, "time_s": START_S + n, "wall_ms": None, "reserved": 5 << 21} for n in range(5)
+    ]
     np.testing.assert_allclose(read(tmp_path, rows).steps[0].wall_ms, 1000.0)
 
 
