@@ -55,6 +55,9 @@ def find_causes(seen: Evidence) -> list[Cause]:
         ]
     gaps = fragmentation(seen) if lost is None else None
     if gaps is not None and (failed := allocator_retries(seen)) is not None:
+        failed = replace(
+            failed, action="mend the fragmentation first: the memory is there, in gaps"
+        )
         return [cause for cause in (compiler, gaps, failed) if cause is not None]
     found = (allocator_retries, cache_flush, *growth)
     allocator = next((c for rule in found if (c := rule(seen)) is not None), None)
