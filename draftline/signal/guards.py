@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+INSIDE_TORCH = "(inside torch)"  # stands behind a place in torch's own code
+RESUMED = " after line "  # stands in the name of what runs behind a graph break
 _SHOWN = 4  # earlier values named
 _AT_LIMIT = "recompile limit"
 _DTYPES = {
@@ -60,7 +62,12 @@ class Failure:
 def name_function(name: str) -> str:
     """A function's name; the rest of one after a graph break is called that."""
     found = _RESUMED.fullmatch(name)
-    return name if found is None else f"{found[1]} after line {found[2]}"
+    return name if found is None else f"{found[1]}{RESUMED}{found[2]}"
+
+
+def inside_torch(path: str) -> str:
+    """ " (inside torch)" for a file of torch's own, else ""."""
+    return f" {INSIDE_TORCH}" if "-packages/torch/" in path.replace("\\", "/") else ""
 
 
 def is_limit(failure: str) -> bool:

@@ -24,11 +24,12 @@ CAUSES = (
     "leak",
     "fragmentation",
     "unbounded_shapes",
+    "largest_so_far",
     "other_process",
     "pause",
     "unknown",
 )
-FAULTS = frozenset(CAUSES) - {"healthy", "pause", "unknown"}
+FAULTS = frozenset(CAUSES) - {"healthy", "pause", "largest_so_far", "unknown"}
 
 
 @dataclass(frozen=True, slots=True)

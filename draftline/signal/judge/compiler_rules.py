@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftline.signal.guards import INSIDE_TORCH, RESUMED
 from draftline.signal.judge.cause import (
     Cause,
     Rule,
@@ -18,6 +19,8 @@ _STORM_SHARE = 0.5
 _TELLING_RECOMPILES = 3
 # More requests a step than this are not left-overs around a replayed graph (reading a metric is one).
 _CAPTURED_CALLS = 20
+_FEWEST_STEPS = 3  # of a program that ended earlier nobody knows what it would have compiled
+_OF_TENSORS = ("size of", "stride of", "dtype of", "number of dimensions", "requires_grad of")
 
 
 def eager_flex(seen: Evidence) -> Cause | None:
@@ -43,7 +46,7 @@ def eager_flex(seen: Evidence) -> Cause | None:
 def recompile_limit(seen: Evidence) -> Cause | None:
     hit = seen.events("recompile_limit", steady=False)
     count = seen.total("recompile_limits") or 0
-    if not hit and not count:
+    if (not hit and not count) or _of_breaks(seen):
         return None
     why = last_text(hit) or last_text(seen.events("recompile", steady=False))
     return Cause(
@@ -58,7 +61,7 @@ def recompile_limit(seen: Evidence) -> Cause | None:
 
 def compile_storm(seen: Evidence) -> Cause | None:
     compiled = _compiles(seen)
-    if compiled is None or seen.count == 0:
+    if compiled is None or seen.count == 0 or _of_breaks(seen):
         return None
     number, steps_hit = compiled
     spent = seen.grown("compile_s")
@@ -78,6 +81,8 @@ def compile_storm(seen: Evidence) -> Cause | None:
 
 
 def recompiling(seen: Evidence) -> Cause | None:
+    if _of_breaks(seen):
+        return None
     sealed = "compiled" in seen.program.expects
     compiled = _compiles(seen)
     if seen.steps is None:
@@ -118,20 +123,43 @@ def graph_breaks(seen: Evidence) -> Cause | None:
     ]
     if not count and not events:
         return None
+    own = [event for event in events if INSIDE_TORCH not in event.text]
+    again = seen.events("recompile", steady=False)
+    behind = [event for event in again if RESUMED in event.text]
+    said = ""
+    if again:
+        of = f", {len(behind)} of them behind the break" if behind else ""
+        said = f"; {counted(len(again), 'recompile')}{of}{because(last_text(again))}"
+    if own and len(own) < len(events):
+        inner = [event for event in events if INSIDE_TORCH in event.text]
+        said += f"; {len(inner)} more in torch's own code, which follow from how it is called"
+        said += because(last_text(inner))
     return Cause(
         "graph_breaks",
         "high",
         f"{counted(max(int(count), len(events)), 'graph break')}: parts of the step run uncompiled"
-        f"{because(last_text(events))}.",
+        f"{because(last_text(own or events))}{said}.",
         "compile with fullgraph=True, which raises where the graph breaks; TORCH_LOGS=graph_breaks "
-        "names the lines",
+        "names the lines"
+        + ("; a learning rate that changes must be a tensor" if "['lr']" in said else ""),
     )
+
+
+def _of_breaks(seen: Evidence) -> bool:
+    """Whether most recompiles are of what runs behind a graph break, over what the break hands on."""
+    again = seen.events("recompile", steady=False)
+    behind = [e for e in again if RESUMED in e.text and not any(w in e.text for w in _OF_TENSORS)]
+    broken = bool(seen.events("graph_break", steady=False)) or (seen.total("graph_breaks") or 0) > 0
+    return broken and bool(behind) and 2 * len(behind) > len(again)
 
 
 def not_compiled(seen: Evidence) -> Cause | None:
     expected = "compiled" in seen.program.expects
     off = _switched_off(seen)
     nothing = seen.total("frames") == 0
+    ended = seen.events("error", steady=False) or seen.events("oom", steady=False)
+    if not off and ended and (seen.steps is None or len(seen.steps.time_s) < _FEWEST_STEPS):
+        return None
     # A graph that the program captured itself is replayed without Dynamo.
     if not (nothing or (off and expected)) or _replays_every_step(seen):
         return None

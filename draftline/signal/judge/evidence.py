@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from draftline.signal.duration import duration
 from draftline.signal.judge.breaks import come_regularly, find_breaks, split_at
-from draftline.signal.judge.phases import PAUSES, Phase, find_phases, steady_windows
-from draftline.signal.judge.shape import Shape, counted, find_shape
+from draftline.signal.judge.phases import (
+    GAP,
+    PAUSES,
+    Phase,
+    find_gaps,
+    find_phases,
+    observed,
+    steady_windows,
+)
+from draftline.signal.judge.shape import (
+    IDLE_BYTES,
+    TOLERANCE_BYTES,
+    Shape,
+    counted,
+    find_shape,
+    level_of,
+)
 from draftline.signal.trace import MIB, Column, Event, Program, Samples, Snapshot, Steps, Trace
 
 # The allocator's own figures are exact: what moves by less is one small segment.
@@ -191,7 +207,48 @@ class Evidence:
             return Shape("unknown", "the device was not sampled")
         if not np.isfinite(self.samples.used_bytes).any():
             return Shape("unknown", "the files hold no memory in use (memory.used) of this device")
-        return find_shape(self.samples.time_s, self.samples.used_bytes, self.sampled_windows)
+        samples = self.samples
+        used = samples.used_bytes
+        known = used[np.isfinite(used)]
+        busy = np.nan_to_num(samples.util_pct, nan=0.0) > 0
+        if not self._holds_memory and known.max() <= IDLE_BYTES and not busy.any():
+            span = observed(samples.time_s)
+            words = f"no program used it in {duration(span)}" if span else "no program uses it"
+            return Shape("idle", words, level_of(used), float(known.min()), float(known.max()))
+        stays = self._stays() if self.steps is None else []
+        if len(stays) < 2:
+            shape = find_shape(samples.time_s, used, self.sampled_windows)
+            shape = shape if shape.level else replace(shape, level=level_of(used))
+            return _across_gaps(shape, samples, self.sampled_windows)
+        shapes = [find_shape(samples.time_s, used, [stay]) for stay in stays]
+        worst = max(shapes, key=lambda s: (s.kind not in ("flat", "unknown"), s.range_bytes))
+        told = [
+            f"{one.kind} {one.level}: {one.words} ({counted(round(b - a), 'second')})"
+            for one, (a, b) in zip(shapes, stays, strict=True)
+        ]
+        lost = float(np.diff(samples.time_s)[find_gaps(samples.time_s)].sum())
+        unknown = f"; nothing is known of {lost:,.0f} s between" if lost else ""
+        return replace(worst, words=f"{len(stays)} separate runs, {'; '.join(told[:4])}{unknown}")
+
+    def _stays(self) -> list[tuple[float, float]]:
+        """From when to when each of the programs was there that idle stretches and gaps separate."""
+        found: list[list[float]] = []
+        new, ran = True, False
+        for phase in self.phases:
+            if phase.name in ("load", "run") and (new or (phase.name == "load" and ran)):
+                found.append([phase.from_s, phase.to_s])
+                new = False
+            elif phase.name in ("load", "run"):
+                found[-1][1] = phase.to_s
+            new = new or phase.name in ("idle", "end")
+            ran = phase.name == "run" or (ran and phase.name == GAP)
+        return [(a, b) for a, b in found]
+
+    @property
+    def _holds_memory(self) -> bool:
+        """Whether the program's own steps say that it holds memory of this device."""
+        held = self._column("reserved_bytes")
+        return held is not None and float(np.nanmax(held)) > 0
 
     @cached_property
     def held(self) -> Shape:
@@ -288,6 +345,25 @@ class Evidence:
                 "evaluations or checkpoints make"
             )
         return found
+
+
+def _across_gaps(shape: Shape, samples: Samples, windows: list[tuple[float, float]]) -> Shape:
+    """A flat shape is none where memory was another behind a gap: how it came there nobody saw."""
+    gaps = find_gaps(samples.time_s)
+    if not len(gaps) or not windows:
+        return shape
+    times, used = samples.time_s, samples.used_bytes
+    inside = [n for n in gaps if min(used[n], used[n + 1]) > IDLE_BYTES]
+    jumps = np.array([used[n + 1] - used[n] for n in inside if shape.kind == "flat"])
+    lost = float(np.diff(times)[gaps].sum())
+    words = f"{shape.words}; {lost:,.0f} s were not recorded"
+    if len(jumps) and np.nanmax(np.abs(jumps)) > TOLERANCE_BYTES:
+        most = float(jumps[np.nanargmax(np.abs(jumps))]) / MIB
+        words += (
+            f", and behind a gap memory is {abs(most):,.0f} MiB {'more' if most > 0 else 'less'}"
+        )
+        return replace(shape, kind="unknown", words=words)
+    return replace(shape, words=words)
 
 
 def _finite(column: Column) -> Column:

@@ -12,13 +12,15 @@ from draftline.signal.judge.memory_rules import (
     allocator_retries,
     cache_flush,
     fragmentation,
+    largest_so_far,
     leak,
     other_process,
     unbounded_shapes,
 )
 from draftline.signal.judge.phases import PAUSES
+from draftline.signal.judge.processes import name_processes
 from draftline.signal.judge.shape import TOLERANCE_BYTES, Shape, counted
-from draftline.signal.trace import MIB, Snapshot
+from draftline.signal.trace import MIB, Snapshot, one_line
 
 COUNTERS_NEEDED = (
     "record its counters: `from draftline import signal`, then `signal.mark_step()` after each step "
@@ -47,6 +49,16 @@ def find_causes(seen: Evidence) -> list[Cause]:
         return [cause for cause in (compiler, failed, lost) if cause is not None]
     # Failed allocations flush and refill the cache, and kept tensors make the allocator take more.
     growth = () if lost is not None else (unbounded_shapes, fragmentation)
+    if lost is None and (bounded := largest_so_far(seen)) is not None:
+        return [
+            cause for cause in (compiler, allocator_retries(seen), bounded) if cause is not None
+        ]
+    gaps = fragmentation(seen) if lost is None else None
+    if gaps is not None and (failed := allocator_retries(seen)) is not None:
+        failed = replace(
+            failed, action="mend the fragmentation first: the memory is there, in gaps"
+        )
+        return [cause for cause in (compiler, gaps, failed) if cause is not None]
     found = (allocator_retries, cache_flush, *growth)
     allocator = next((c for rule in found if (c := rule(seen)) is not None), None)
     other = other_process(seen) if allocator is None and lost is None else None
@@ -83,17 +95,35 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
         return Cause("unknown", "high", words, "nothing to do")
     if seen.snapshots and seen.steps is None and seen.samples is None:
         return _of_snapshot(seen.snapshots[-1])
+    if shape.kind == "idle":
+        words = f"the device is idle {shape.level}: {shape.words}."
+        return Cause("unknown", "high", words, "nothing to do, unless the program uses this device")
     if shape.kind == "unknown":
         needed = "record a longer stretch" if seen.samples or seen.steps else "record its memory"
-        return Cause("unknown", "low", f"{shape.words}.", f"{needed}; {COUNTERS_NEEDED}")
+        return Cause(
+            "unknown", "low", f"{_at(shape)}{shape.words}.", f"{needed}; {COUNTERS_NEEDED}"
+        )
     has_counters = seen.known("allocator_calls") or seen.known("reserved_bytes")
     if has_counters and seen.count < _FEWEST_STEPS:
         words = f"{counted(seen.count, 'step')} in the steady state, too few to judge"
+        failed = seen.events("error", steady=False) + seen.events("oom", steady=False)
+        if failed:
+            words = f"the program ended early ({one_line(failed[-1].text, 200)}): {words}"
         return Cause(
-            "unknown", "low", f"{words}; memory: {shape.words}.", "record a longer stretch"
+            "unknown",
+            "low",
+            f"{words}; memory: {_at(shape)}{shape.words}.",
+            "record a longer stretch",
         )
     if shape.kind != "flat":
         moves = "the device's memory moves" if seen.samples else "what the allocator holds moves"
+        if not has_counters and (named := name_processes(seen)):
+            return Cause(
+                "unknown",
+                "medium",
+                f"the device's memory moves ({shape.words}, {shape.level}): {named}.",
+                f"`ps -p PID` names a process; to know why it grows, {COUNTERS_NEEDED}",
+            )
         rest = (
             "none of the recorded counters explains it"
             if has_counters
@@ -102,15 +132,15 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
         return Cause(
             "unknown",
             "low",
-            f"{moves}: {shape.words}; {rest}.",
+            f"{moves}: {shape.words}, {shape.level}; {rest}.",
             "record a memory snapshot of a few steps" if has_counters else COUNTERS_NEEDED,
         )
     if not has_counters:
         return Cause(
             "unknown",
             "low",
-            f"memory is flat ({shape.words}); whether the step is compiled or captured cannot be told from "
-            "the device's memory alone (an uncompiled step can look like this too).",
+            f"memory is flat {shape.level} ({shape.words}); whether the step is compiled or captured "
+            "cannot be told from the device's memory alone (an uncompiled step can look like this too).",
             COUNTERS_NEEDED,
         )
     if seen.pauses:
@@ -119,7 +149,8 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
             "pause",
             "high" if marked else "medium",
             f"the steps are interrupted by {', '.join(seen.pauses)}"
-            f"{', which is normal' if marked else ''}; between them memory stands still ({shape.words}).",
+            f"{', which is normal' if marked else ''}; between them memory stands still "
+            f"{shape.level} ({shape.words}).",
             "nothing to do",
         )
     unseen = (
@@ -127,7 +158,13 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
     )
     # One rise is no pattern, and not nothing either.
     sure = "high" if not shape.range_bytes > TOLERANCE_BYTES else "medium"
-    return Cause("healthy", sure, f"{shape.words}; {_quiet(seen)}{unseen}.", "nothing to do")
+    return Cause(
+        "healthy", sure, f"{_at(shape)}{shape.words}; {_quiet(seen)}{unseen}.", "nothing to do"
+    )
+
+
+def _at(shape: Shape) -> str:
+    return f"{shape.level}: " if shape.level else ""
 
 
 def _of_snapshot(shot: Snapshot) -> Cause:
@@ -157,4 +194,5 @@ def _quiet(seen: Evidence) -> str:
             continue
         value = grown / max(seen.count, 1) if each else grown
         parts.append(f"{counted(value, noun)}{each}")
-    return f"{', '.join(parts)} in {seen.count} steps"
+    said = ", ".join(parts) or "no counters of compiles or requests"
+    return f"{said} in {seen.count} steps"

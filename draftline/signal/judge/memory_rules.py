@@ -14,6 +14,8 @@ from draftline.signal.trace import GIB, MIB
 _LEAK_LEAST_BYTES = 4 * MIB
 # Fewer steps that took more memory are stages of a bounded plan (a curriculum, say).
 _UNBOUNDED_STEPS = 6
+# Of the growth that must come with the largest step so far.
+_OF_RECORDS = 0.9
 
 
 def allocator_retries(seen: Evidence) -> Cause | None:
@@ -166,6 +168,39 @@ def unbounded_shapes(seen: Evidence) -> Cause | None:
     )
 
 
+def largest_so_far(seen: Evidence) -> Cause | None:
+    """Each time the allocator took more, the step was the largest so far, and steps do not become larger
+    in time: records become rare by themselves, and memory levels off."""
+    if seen.held.kind not in ("staircase", "slope") or seen.steps is None:
+        return None
+    held, peak = seen.steps.known("reserved_bytes"), seen.steps.known("peak_bytes")
+    if held is None or peak is None:
+        return None
+    record = np.r_[False, peak[1:] > np.fmax.accumulate(peak)[:-1]]
+    rises = np.diff(held, prepend=np.nan)
+    rose = seen.inside & (rises > 0)
+    growth = float(rises[rose].sum())
+    if growth <= 0 or float(rises[rose & record].sum()) < _OF_RECORDS * growth:
+        return None
+    before = np.r_[np.nan, np.fmax.accumulate(peak)[:-1]]
+    larger = float((peak - before)[rose & record].sum())
+    steady = peak[seen.inside]
+    half = len(steady) // 2
+    # A record that is one of equals: as likely in any part. Ever larger steps move the middle as well.
+    drift = abs(float(np.median(steady[half:]) - np.median(steady[:half])))
+    if larger < 0.5 * growth or drift > 0.25 * float(np.std(steady)) or rose.sum() > half / 4:
+        return None
+    at = seen.steps.number[np.flatnonzero(rose)[-1]]
+    return Cause(
+        "largest_so_far",
+        "high" if rose.sum() >= 3 else "medium",
+        f"each of the {int(rose.sum())} rises, {growth / MIB:,.0f} MiB together, is a new largest step (up "
+        f"to {np.nanmax(peak) / MIB:,.0f} MiB at the peak, the last at step {at:,.0f}), and steps do not "
+        "grow in time: it levels off when the largest was seen.",
+        "run the largest batch first, once, before the loop: memory stands still from then on",
+    )
+
+
 def fragmentation(seen: Evidence) -> Cause | None:
     """What the allocator took more lies in split blocks."""
     grown = _grown_parts(seen)
@@ -176,9 +211,22 @@ def fragmentation(seen: Evidence) -> Cause | None:
         "high",
         f"the allocator holds {grown.held / MIB:,.0f} MiB more while tensors occupy "
         f"{grown.used / MIB:,.0f} MiB more: {grown.split / MIB:,.0f} MiB lie in the gaps of split blocks, "
-        "too small for what the steps ask for.",
+        f"too small for what the steps ask for{_now(seen)}.",
         "keep long-lived tensors out of the loop (allocate them first), and set "
         "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.10)",
+    )
+
+
+def _now(seen: Evidence) -> str:
+    """How the allocator's memory lies at the end."""
+    held, used, gaps = (
+        seen.level(f"{name}_bytes") for name in ("reserved", "allocated", "inactive")
+    )
+    if not len(held) or not len(used) or not len(gaps):
+        return ""
+    return (
+        f"; of {held[-1] / GIB:.1f} GiB reserved {used[-1] / GIB:.1f} are in use between steps and "
+        f"{gaps[-1] / GIB:.1f} lie in gaps"
     )
 
 

@@ -6,11 +6,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from draftline.signal.judge.shape import TOLERANCE_BYTES
+from draftline.signal.judge.shape import IDLE_BYTES, TOLERANCE_BYTES, is_line
 from draftline.signal.trace import Column, Samples, Steps, Trace
 
 PAUSES = ("evaluate", "checkpoint")
+GAP = "not recorded"  # nothing is known of it
+_GAP_PERIODS = 5
+_RARE = 0.05
+_THINNED_S = 4.5  # the recorder writes at least every four seconds
 # Steps left out after each pause and at the start: a cache that was emptied fills, kernels load.
 SETTLING_STEPS = 3
 # A plateau at the end of an unmarked recording counts as the steady state from here on.
@@ -54,8 +59,87 @@ def find_phases(trace: Trace, samples: Samples | None, steps: Steps | None) -> l
     if steps is not None and len(steps.time_s) > SETTLING_STEPS:
         return _from_steps(steps, first, last)
     if samples is not None:
-        return _from_memory(samples)
+        return _from_episodes(samples)
     return []
+
+
+def find_gaps(time_s: Column) -> npt.NDArray[np.intp]:
+    """Indices of the readings after which nothing was recorded for long: more than five usual periods,
+    where that is rare, and in any case more than the recorder leaves out of what tells nothing new."""
+    between = np.diff(time_s)
+    if len(between) < 2:
+        return np.empty(0, np.intp)
+    long = between > _GAP_PERIODS * float(np.median(between))
+    if long.mean() > _RARE:
+        long &= between > max(_GAP_PERIODS * float(np.quantile(between, 0.9)), _THINNED_S)
+    return np.flatnonzero(long)
+
+
+def observed(time_s: Column) -> float:
+    """Seconds from the first reading to the last, without the gaps."""
+    if len(time_s) < 2:
+        return 0.0
+    return float(time_s[-1] - time_s[0] - np.diff(time_s)[find_gaps(time_s)].sum())
+
+
+def _from_episodes(samples: Samples) -> list[Phase]:
+    """The phases of every program's stay on the device, cut where nothing was recorded.
+
+    A gap, or a stretch in which the device is idle, ends a stay where memory is another afterwards; what
+    goes on behind a gap is one stay, and the gap none of its time.
+    """
+    known = np.isfinite(samples.used_bytes)
+    times, used, util = samples.time_s[known], samples.used_bytes[known], samples.util_pct[known]
+    whole = samples.time_s
+    # A reading without a value was made: it is no gap.
+    gaps: list[int] = [
+        int(n) for n in np.searchsorted(times, whole[find_gaps(whole)], side="right") - 1
+    ]
+    gaps = [n for n in gaps if 0 <= n < len(times) - 1]
+    ends = {n for n in gaps if _ended(used, n)} | set(_idle_starts(used, util))
+    found: list[Phase] = []
+    for first, last in pairwise([0, *sorted(n + 1 for n in ends), len(times)]):
+        inside = [n for n in gaps if first <= n < last - 1]
+        clock = times[first:last].copy()
+        for n in inside:  # the clock stands still in a gap
+            clock[n + 1 - first :] -= times[n + 1] - times[n]
+        clock += np.arange(last - first) * 1e-6  # and rises all the same
+        if ends and used[first:last].max() <= IDLE_BYTES:
+            found.append(Phase("idle", float(times[first]), float(times[last - 1]), marked=False))
+            continue
+        stay = replace(
+            samples,
+            time_s=clock,
+            used_bytes=used[first:last],
+            util_pct=util[first:last],
+            by_process={},
+        )
+        for phase in _from_memory(stay):
+            a, b = (int(np.searchsorted(clock, at)) + first for at in (phase.from_s, phase.to_s))
+            cuts = [n for n in inside if a <= n < b]
+            for start, stop in pairwise([a - 1, *cuts, b]):
+                low, high = float(times[start + 1]), float(times[min(stop, last - 1)])
+                if high > low:
+                    found.append(replace(phase, from_s=low, to_s=high))
+    found += [Phase(GAP, float(times[n]), float(times[n + 1]), marked=False) for n in gaps]
+    return sorted(found, key=lambda phase: phase.from_s)
+
+
+def _ended(used: Column, gap: int) -> bool:
+    """Whether the program before a gap is gone behind it, or another one has come."""
+    before, after = float(used[gap]), float(used[gap + 1])
+    return after < 0.5 * before - TOLERANCE_BYTES or before < 0.5 * after - TOLERANCE_BYTES
+
+
+def _idle_starts(used: Column, util: Column) -> list[int]:
+    """Readings before each stretch without any program between two with one, and its last reading."""
+    idle = (used <= IDLE_BYTES) & ~(util > 0)
+    edges = np.flatnonzero(np.diff(idle.astype(int))).tolist()
+    found: list[int] = []
+    for start, stop in pairwise(edges):
+        if idle[start + 1] and stop - start >= _WORKING_READINGS:
+            found += [start, stop]
+    return found
 
 
 def _marked(marks: list[tuple[float, str]], first: float, last: float, done: float) -> list[Phase]:
@@ -134,7 +218,7 @@ def _from_memory(samples: Samples) -> list[Phase]:
         return []
     idle = min(float(used[0]), float(used[-1]))
     busy = np.flatnonzero(used > idle + max(0.05 * (used.max() - idle), TOLERANCE_BYTES))
-    if len(busy) == 0 or used.max() - idle <= TOLERANCE_BYTES:
+    if len(busy) == 0 or used.max() - idle <= TOLERANCE_BYTES or is_line(times, used):
         return [Phase("run", float(times[0]), float(times[-1]), marked=False)]
     start, stop = int(busy[0]), int(busy[-1])
     # A device that computes is in use, though its memory has not risen since the recording began.
@@ -170,6 +254,8 @@ def _plateau(times: Column, used: Column) -> int:
     short = float(times[still] - times[0]) <= LONGEST_START_S
     if short and len(times) - still >= _PLATEAU_READINGS and share >= _PLATEAU_SHARE:
         return still
+    if is_line(times, used):
+        return 0
     later = times >= times[0] + min(_WARM_SHARE * length, LONGEST_START_S)
     level, low = float(np.median(used[later])), float(used[0])
     reached = int(np.argmax(used >= low + 0.9 * (level - low)))

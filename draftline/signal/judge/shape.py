@@ -17,9 +17,19 @@ from draftline.signal.trace import MIB, Column
 
 # Lazily loaded kernels and library workspaces move a device by a few MiB now and then.
 TOLERANCE_BYTES = 8 * MIB
-SHAPES = ("flat", "staircase", "sawtooth", "slope", "volatile", "unknown")
+SHAPES = ("flat", "staircase", "sawtooth", "slope", "volatile", "idle", "unknown")
+# The context that CUDA gives every process on a device is larger, of whatever version.
+IDLE_BYTES = 64 * MIB
+# Of a trend under noise: how many parts of the curve are compared, how many pairs of them must agree, and
+# what share of the growth each half must have at least.
+_BLOCKS = 16
+_AGREE = 0.6
+_HALF_SHARE = 0.25
+_LEAST_OF_SWING = 0.1
+_LEAST_IN_BLOCK = 4
 _FEWEST_READINGS = 8
 _GRID = 65
+_IS_LINE = 0.97  # share of a curve's variance that its best line explains
 # Several rises over a longer time are no settling, though memory stands still since.
 _LONGEST_SETTLING_S = 900.0
 
@@ -29,10 +39,12 @@ class Shape:
     """`kind` is one of SHAPES. Bytes of the lowest and highest reading and of the last minus the first;
     `rises` counts separate increases and `cycles` falls that were followed by a rise;
     `bytes_per_s` is the fitted slope; `often` is whether it rose at many moments and not at a few;
-    `words` say it for a person."""
+    `noisy` whether it swings besides;
+    `words` say it for a person, and `level` how much there is ("at 8,598 MiB"), "" where unknown."""
 
     kind: str
     words: str
+    level: str = ""
     low_bytes: float = np.nan
     high_bytes: float = np.nan
     net_bytes: float = 0.0
@@ -40,6 +52,7 @@ class Shape:
     cycles: int = 0
     bytes_per_s: float = 0.0
     often: bool = False
+    noisy: bool = False
 
     @property
     def range_bytes(self) -> float:
@@ -63,6 +76,12 @@ def find_shape(
     low, high = float(values.min()), float(values.max())
     net = float(values[-1] - values[0])
     facts = Shape("unknown", "", low_bytes=low, high_bytes=high, net_bytes=net)
+    shape = _of_curve(times, values, tolerance, facts)
+    return replace(shape, level=_level(shape.kind, _inside(time_s, level, windows), tolerance))
+
+
+def _of_curve(times: Column, values: Column, tolerance: float, facts: Shape) -> Shape:
+    low, high, net = facts.low_bytes, facts.high_bytes, facts.net_bytes
     if high - low <= tolerance:
         return replace(facts, kind="flat", words=_still(high - low, _span(times)))
     legs = _legs(values, max(tolerance, 0.1 * (high - low)))
@@ -73,7 +92,7 @@ def find_shape(
     falling = np.diff(grid) < -(high - low) / (8 * _GRID)
     if ups <= 0.1 * downs and falling.sum() <= 0.1 * _GRID:
         return replace(facts, kind="flat", words=f"one fall by {_mib(-net)}, otherwise still")
-    return _swinging(times, grid, legs, tolerance, facts)
+    return _swinging(times, values, grid, legs, tolerance, facts)
 
 
 def _rising(times: Column, values: Column, grid: Column, tolerance: float, facts: Shape) -> Shape:
@@ -90,8 +109,8 @@ def _rising(times: Column, values: Column, grid: Column, tolerance: float, facts
     # A steady growth reaches the device in equal portions: the allocator takes whole segments.
     least, most = _portions(grid, rising)
     portions = rises >= 3 and least >= 0.5 * most and off <= 0.75 * most
-    if portions or (fit >= 0.97 and quarters.min() >= 0.1 * quarters.sum()):
-        words = f"grows by {_mib(slope)} a second, {_mib(rise)} in {_span(times)}"
+    if portions or (fit >= _IS_LINE and quarters.min() >= 0.1 * quarters.sum()):
+        words = f"grows by {_rate(slope)}, {_mib(rise)} in {_span(times)}"
         often = rises >= 5 or rising.sum() >= 0.5 * _GRID
         return replace(
             facts, kind="slope", words=words, rises=rises, bytes_per_s=slope, often=bool(often)
@@ -106,10 +125,31 @@ def _rising(times: Column, values: Column, grid: Column, tolerance: float, facts
 
 
 def _swinging(
-    times: Column, grid: Column, legs: list[float], tolerance: float, facts: Shape
+    times: Column,
+    values: Column,
+    grid: Column,
+    legs: list[float],
+    tolerance: float,
+    facts: Shape,
 ) -> Shape:
     cycles = sum(x < 0 for x in legs)
     spread = facts.high_bytes - facts.low_bytes
+    growth = trend(times, values)
+    if growth is not None and growth > max(tolerance, _LEAST_OF_SWING * spread):
+        slope = growth / float(times[-1] - times[0])
+        words = (
+            f"grows by {_rate(slope)}, {_mib(growth)} in {_span(times)}, under swings of "
+            f"{_mib(spread - growth)}"
+        )
+        return replace(
+            facts,
+            kind="slope",
+            words=words,
+            net_bytes=growth,
+            bytes_per_s=slope,
+            often=True,
+            noisy=True,
+        )
     base = _usual(grid, tolerance)
     at_base = float(np.mean(np.abs(grid - base) <= tolerance))
     below = float(np.mean(grid < base - tolerance))
@@ -129,6 +169,61 @@ def _swinging(
             facts, kind="sawtooth", words=words + "each to about the same floor", cycles=cycles
         )
     return replace(facts, kind="volatile", words=words + "to changing levels", cycles=cycles)
+
+
+def trend(times: Column, values: Column) -> float | None:
+    """Bytes by which a swinging curve grows from its start to its end, None where it does not.
+
+    The medians of equal stretches of time are compared in pairs (Mann and Kendall's test), and the
+    growth is the median of the slopes between them (Theil and Sen). Both halves must grow: what has
+    settled, or walks at random, is no trend.
+    """
+    edges = np.linspace(times[0], times[-1], _BLOCKS + 1)
+    part = np.clip(np.searchsorted(edges, times, side="right") - 1, 0, _BLOCKS - 1)
+    counts = np.bincount(part, minlength=_BLOCKS)
+    if counts.min() < _LEAST_IN_BLOCK:
+        return None
+    middle = np.array([np.median(values[part == n]) for n in range(_BLOCKS)])
+    first, second = np.triu_indices(_BLOCKS, 1)
+    apart = middle[second] - middle[first]
+    half = _BLOCKS // 2
+    growth = float(np.median(apart / (second - first))) * _BLOCKS
+    halves = (
+        float(np.median(middle[half - 2 : half + 2]) - np.median(middle[:2])),
+        float(np.median(middle[-2:]) - np.median(middle[half - 2 : half + 2])),
+    )
+    steady = min(halves) >= _HALF_SHARE * growth
+    # Noise of this size leaves so much between the medians of two stretches.
+    rest = values - np.polyval(np.polyfit(times - times[0], values, 1), times - times[0])
+    error = 1.25 * float(np.std(rest)) / float(np.sqrt(counts.min()))
+    agree = float(np.sign(apart).sum()) / len(apart)
+    return growth if growth > 4 * error and steady and agree >= _AGREE else None
+
+
+def _level(kind: str, values: Column, tolerance: float) -> str:
+    """How much there is, of the readings as they are."""
+    first, last = float(values[0]), float(values[-1])
+    low, high = float(values.min()), float(values.max())
+    if kind in ("flat", "idle", "unknown"):
+        usual = float(np.median(values[-max(1, len(values) // 4) :]))
+        return f"at {_mib(usual)}"
+    if kind in ("slope", "staircase") and last - first > tolerance:
+        return f"from {_mib(first)} to {_mib(last)}"
+    return f"between {_mib(low)} and {_mib(high)}"
+
+
+def level_of(values: Column) -> str:
+    """How much the last of the readings is, "" where there is none."""
+    known = values[np.isfinite(values)]
+    return f"at {_mib(float(known[-1]))}" if len(known) else ""
+
+
+def _inside(time_s: Column, level: Column, windows: list[tuple[float, float]]) -> Column:
+    held = np.zeros(len(time_s), bool)
+    for start, stop in windows:
+        held |= (time_s >= start) & (time_s <= stop)
+    found: Column = level[held & np.isfinite(level)]
+    return found
 
 
 def _rebased(
@@ -224,6 +319,14 @@ def _line(times: Column, values: Column) -> tuple[float, float, float]:
     return slope, 1.0 - float(rest @ rest) / total if total else 0.0, float(np.abs(rest).max())
 
 
+def is_line(times: Column, values: Column) -> bool:
+    """Whether the curve rises in one line from its first reading to its last."""
+    if len(times) < _FEWEST_READINGS or float(np.ptp(values)) <= TOLERANCE_BYTES:
+        return False
+    slope, fit, _ = _line(times, values)
+    return slope > 0 and fit >= _IS_LINE
+
+
 def _still(moved: float, span: str) -> str:
     return f"moved by at most {_mib(moved)} in {span}" if moved else f"did not change for {span}"
 
@@ -236,6 +339,10 @@ def counted(number: float, noun: str) -> str:
 
 def _mib(size: float) -> str:
     return f"{size / MIB:,.0f} MiB" if abs(size) >= MIB else f"{size / MIB:.2f} MiB"
+
+
+def _rate(slope: float) -> str:
+    return f"{_mib(slope)} a second"
 
 
 def _span(times: Column) -> str:

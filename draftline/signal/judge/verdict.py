@@ -15,7 +15,8 @@ from draftline.signal.trace import Trace, device_name
 @dataclass(frozen=True, slots=True)
 class DeviceVerdict:
     """One device: `shape` is one of shape.SHAPES, `words` describes it, `causes` has at least one;
-    `allocator` is the shape of what this program's allocator holds on it."""
+    `allocator` is the shape of what this program's allocator holds on it, `level` how much memory is
+    in use ("at 8,598 MiB")."""
 
     device: str
     shape: str
@@ -23,10 +24,16 @@ class DeviceVerdict:
     phases: tuple[Phase, ...]
     causes: tuple[Cause, ...]
     allocator: str = "unknown"
+    level: str = ""
 
     @property
     def faults(self) -> list[Cause]:
         return [cause for cause in self.causes if cause.cause in FAULTS]
+
+    @property
+    def memory(self) -> str:
+        """Shape and level: "flat at 8,598 MiB"."""
+        return f"{self.shape} {self.level}".rstrip()
 
     @property
     def flat(self) -> bool:
@@ -35,7 +42,8 @@ class DeviceVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`verdict` is healthy, fault, not_flat (no cause can be named) or unknown."""
+    """`verdict` is healthy, fault, not_flat (no cause can be named), flat (no counters say more), idle
+    (no program used a device) or unknown."""
 
     devices: tuple[DeviceVerdict, ...]
     notes: tuple[str, ...] = ()
@@ -44,24 +52,27 @@ class Verdict:
     def verdict(self) -> str:
         if any(device.faults for device in self.devices):
             return "fault"
-        if any(device.shape not in ("flat", "unknown") for device in self.devices):
+        if any(device.shape not in ("flat", "idle", "unknown") for device in self.devices):
             return "not_flat"
         if not self.devices or any(
             device.shape == "unknown" and device.causes[0].cause == "unknown"
             for device in self.devices
         ):
             return "unknown"
-        return "healthy" if all(d.causes[0].cause != "unknown" for d in self.devices) else "flat"
+        used = [device for device in self.devices if device.shape != "idle"]
+        if not used:
+            return "idle"
+        return "healthy" if all(d.causes[0].cause != "unknown" for d in used) else "flat"
 
     @property
     def exit_code(self) -> int:
         """0: nothing is wrong with it; 3: not flat, or a fault; 4: it cannot be told."""
-        return {"fault": 3, "not_flat": 3, "unknown": 4}.get(self.verdict, 0)
+        return {"fault": 3, "not_flat": 3, "unknown": 4, "idle": 4}.get(self.verdict, 0)
 
     @property
     def worst(self) -> DeviceVerdict:
         """The device that the line speaks of; there must be one."""
-        return max(self.devices, key=lambda device: (bool(device.faults), not device.flat))
+        return max(self.devices, key=_badness)
 
     @property
     def line(self) -> str:
@@ -72,14 +83,15 @@ class Verdict:
         first = worst.causes[0]
         where = f"{device_name(worst.device)}: "
         if worst.faults:
-            return f"{where}{first.cause} ({first.confidence} confidence): {first.evidence}"
+            level = f" Memory: {worst.memory}." if worst.level else ""
+            return f"{where}{first.cause} ({first.confidence} confidence): {first.evidence}{level}"
         if first.cause == "unknown":
             return where + first.evidence
         others = len(self.devices) - 1
         also = (
             f" (and {others} more alike)" if others and self.verdict in ("healthy", "flat") else ""
         )
-        return f"{where}memory is {worst.shape}, {first.cause}{also}: {first.evidence}"
+        return f"{where}memory is {worst.memory}, {first.cause}{also}: {first.evidence}"
 
     def to_dict(self) -> dict[str, Any]:
         """What `draftline diagnose --json` prints."""
@@ -88,6 +100,7 @@ class Verdict:
                 {
                     "device": device.device,
                     "shape": device.shape,
+                    "level": device.level,
                     "words": device.words,
                     "phases": [asdict(phase) for phase in device.phases],
                     "causes": [asdict(cause) for cause in device.causes],
@@ -110,8 +123,18 @@ def _judge(seen: Evidence) -> DeviceVerdict:
     causes = find_causes(seen) or [without_fault(seen, shape)]
     words = "no device memory" if seen.device == "cpu" else shape.words
     return DeviceVerdict(
-        seen.device, shape.kind, words, tuple(seen.phases), tuple(causes), seen.held.kind
+        seen.device,
+        shape.kind,
+        words,
+        tuple(seen.phases),
+        tuple(causes),
+        seen.held.kind,
+        "" if seen.device == "cpu" else shape.level,
     )
+
+
+def _badness(device: DeviceVerdict) -> tuple[bool, bool, bool]:
+    return bool(device.faults), not device.flat and device.shape != "idle", device.shape != "idle"
 
 
 def report_lines(verdict: Verdict) -> list[str]:
@@ -119,7 +142,7 @@ def report_lines(verdict: Verdict) -> list[str]:
     lines = []
     for device in verdict.devices:
         name = device_name(device.device)
-        lines.append(f"{name}: {device.shape} - {device.words}")
+        lines.append(f"{name}: {device.memory} - {device.words}")
         stretches = [f"{p.name} {p.seconds:.1f} s" for p in device.phases]
         if stretches:
             shown = (

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from draftline.signal.guards import describe, describe_break, name_function
+from draftline.signal.guards import describe, describe_break, inside_torch, name_function
 from draftline.signal.trace import Event, one_line
 
 _HEAD = re.compile(
@@ -172,7 +172,8 @@ def break_event(head: Head, lines: Sequence[str]) -> Event | None:
     particular = "" if after.startswith("User code traceback") else describe_break(after)
     reason = particular if general.endswith(":") or "graph break" in general else general
     whole = f"; {_WHOLE}" if "Skipping the function" in general else ""
-    text = f"at {place(found[1], found[2])}: {reason or general or 'no reason is given'}{whole}"
+    where = f"{place(found[1], found[2])}{inside_torch(found[1])}"
+    text = f"at {where}: {reason or general or 'no reason is given'}{whole}"
     return make_event(head, "graph_break", text)
 
 

@@ -150,7 +150,7 @@ def device_line(row: DeviceRow, width: int, bars: str = _BARS) -> Line:
     recent = row.bytes_[row.time_s >= row.time_s[-1] - WINDOW_S] if len(row.time_s) else row.bytes_
     known = recent[np.isfinite(recent)]
     name = f"{device_name(row.name):<7} "
-    good = row.shape in ("flat", "?", "unknown")
+    good = row.shape in ("flat", "idle", "?", "unknown")
     shape = (f" {row.shape}", _GOOD if row.shape == "flat" else "" if good else _BAD)
     if not len(known):
         return [(name, "bold"), ("memory unknown", _DIM)]

@@ -112,7 +112,7 @@ def _memory_chart(verdict: DeviceVerdict, seen: Evidence, clock: Clock) -> Chart
         layout=layout,
         close_up=close,
         starts_close=close is not None
-        and verdict.shape not in ("flat", "unknown")
+        and verdict.shape not in ("flat", "idle", "unknown")
         and close[1] - close[0] < 0.2 * highest,
     )
 

@@ -107,12 +107,13 @@ def _state(run: RunFacts) -> tuple[str, str, str]:
     return {
         "healthy": ("ok", "✓", "Healthy: memory is flat"),
         "flat": ("ok", "✓", "Memory is flat; whether the step is compiled was not recorded"),
+        "idle": ("dim", "?", "No program used the GPU while it was recorded"),
         "not_flat": ("warn", "!", "Memory is not flat, and no cause can be named"),
     }.get(verdict.verdict, ("dim", "?", "It cannot be told whether memory is flat"))
 
 
 def _device(verdict: DeviceVerdict, seen: Evidence) -> str:
-    memory = verdict.words if _is_host(verdict) else f"{verdict.shape}: {verdict.words}"
+    memory = verdict.words if _is_host(verdict) else f"{verdict.memory}: {verdict.words}"
     rows = [("Memory", memory)]
     level = _highest(seen)
     if level:

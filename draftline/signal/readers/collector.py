@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
 from draftline.signal import latest
+from draftline.signal.readers.columns import unit_bytes
 from draftline.signal.readers.json_row import (
     Row,
     device,
@@ -24,6 +26,7 @@ from draftline.signal.readers.run_lines import (
     is_metrics,
     steps_of,
 )
+from draftline.signal.readers.units import settle_steps
 from draftline.signal.trace import EVENTS, LEVELS, TOTALS, Event, Program
 
 # A file is kept whole, but for absurd counts.
@@ -34,15 +37,21 @@ _EARLIEST_S = 1e8  # 1973: a smaller time counts from something else
 # Columns of a step by the names of our own layout and those of the per-step one.
 _VALUES = {name: name for name in TOTALS + LEVELS} | {
     "allocs": "allocator_calls",
-    "allocated": "allocated_bytes",
-    "peak": "peak_bytes",
-    "reserved": "reserved_bytes",
     "dev_alloc": "device_allocations",
     "dev_free": "device_frees",
-    "inactive": "inactive_bytes",
     "ok": "frames_ok",
 }
-_OF_A_STEP = frozenset(_VALUES) | {"wall_ms", "t"}
+# Levels whose names do not say the unit, or say it behind an underscore.
+_MEMORY = {
+    "allocated": "allocated_bytes",
+    "memory_allocated": "allocated_bytes",
+    "peak": "peak_bytes",
+    "max_memory_allocated": "peak_bytes",
+    "reserved": "reserved_bytes",
+    "memory_reserved": "reserved_bytes",
+    "inactive": "inactive_bytes",
+}
+_OF_A_STEP = frozenset(_VALUES) | frozenset(_MEMORY) | {"wall_ms", "t"}
 _KINDS = ("start", "facts", "device", "step", "event", "phase")
 
 
@@ -58,9 +67,22 @@ def _layout(row: Row) -> str | None:
         return kind if kind in _KINDS else None
     if is_metrics(row):
         return "metrics"
-    if "step" in row and not _OF_A_STEP.isdisjoint(row):
+    if "step" in row and (
+        not _OF_A_STEP.isdisjoint(row) or any(_memory(key) is not None for key in row)
+    ):
         return "step"
     return "run_event" if is_event(row) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _memory(key: str) -> tuple[str, float] | None:
+    """The column of a level by its key and the bytes of its unit, 0 where the key says none."""
+    if (name := _MEMORY.get(key)) is not None:
+        return name, 0.0
+    stem, _, unit = key.rpartition("_")
+    name = _MEMORY.get(stem)
+    scale = unit_bytes(unit) if name is not None and unit else None
+    return None if name is None or scale is None else (name, scale)
 
 
 class Collector:
@@ -73,6 +95,7 @@ class Collector:
         self._devices: dict[str, str] = {}  # the driver's index, or uuid, of a program's cuda:N
         self._bad = self._unknown = self._events_lost = 0
         self._runs_before = 0
+        self._unitless: dict[str, str] = {}  # keys of levels that say no unit, by the column
         self._lines: dict[tuple[str, str], Row] = {}  # the last one of a kind and device
         self._latest_s = -math.inf
 
@@ -131,6 +154,13 @@ class Collector:
             found.append(f"{self._events_lost} events beyond {_MOST_EVENTS} were left out")
         self.part.notes = found
         return self.part
+
+    def settled(self) -> Part:
+        """As `finished`, with levels in bytes whatever their unit. Only for a file that is read once.
+        Raises ConfigError for levels in a unit that cannot be told."""
+        part = self.finished()
+        part.notes += settle_steps(part.source, part.steps, self._unitless)
+        return part
 
     def _relative(self) -> bool:
         highest = max((max(c) for c in self.part.times() if len(c)), default=math.nan)
@@ -203,11 +233,17 @@ class Collector:
         end_s = moment(row.get("time_s"))
         if math.isnan(end_s):
             end_s = moment(row.get("t")) + (0.0 if math.isnan(wall_ms) else wall_ms / 1000)
-        values = {
-            name: number(value)
-            for key, value in row.items()
-            if value is not None and (name := _VALUES.get(key)) is not None
-        }
+        values: dict[str, float] = {}
+        for key, value in row.items():
+            if value is None:
+                continue
+            if (known := _VALUES.get(key)) is not None:
+                values[known] = number(value)
+            elif (level := _memory(key)) is not None:
+                name, scale = level
+                values[name] = number(value) * (scale or 1.0)
+                if not scale:
+                    self._unitless[name] = key
         self._steps(self._name(row)).add(step, end_s, wall_ms, values)
         failure = words(row.get("err"))
         if failure and math.isfinite(end_s):

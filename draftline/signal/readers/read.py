@@ -10,7 +10,7 @@ from pathlib import Path
 from draftline.errors import ConfigError
 from draftline.signal.readers import collector, dmon, smi, smi_table, snapshot
 from draftline.signal.readers.assemble import assemble
-from draftline.signal.readers.columns import Role
+from draftline.signal.readers.columns import Header
 from draftline.signal.readers.recording import RecordingTail, read_recording
 from draftline.signal.readers.rows import Part
 from draftline.signal.readers.screen import without_colours
@@ -59,7 +59,7 @@ def read_trace(paths: Sequence[Path]) -> Trace:
     parts: list[Part] = []
     notes: list[str] = []
     seen: set[Path] = set()
-    header: Sequence[Role] | None = None
+    header: Header | None = None
     for given in paths:
         notes += _other_machines(given)
     for path in (file for given in paths for file in _files_of(given)):
@@ -123,7 +123,7 @@ def _other_machines(path: Path) -> list[str]:
     ]
 
 
-def _read(path: Path, header: Sequence[Role] | None) -> tuple[Part, Sequence[Role] | None]:
+def _read(path: Path, header: Header | None) -> tuple[Part, Header | None]:
     text = TextFile(path)
     head = text.head(_HEAD_BYTES)
     if snapshot.looks_like(head):

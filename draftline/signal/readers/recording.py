@@ -20,7 +20,7 @@ def read_recording(text: TextFile) -> Part:
         if line.strip() and collector.add(line) is None:
             # Known before the last line is given: a program that is stopped leaves a part of one.
             text.left_out = text.unended
-    return collector.finished()
+    return collector.settled()
 
 
 class RecordingTail:

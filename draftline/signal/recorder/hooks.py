@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.guards import describe, describe_break, is_limit, name_function
+from draftline.signal.guards import describe, describe_break, inside_torch, is_limit, name_function
 from draftline.signal.recorder import counters
 from draftline.signal.trace import Event
 
@@ -121,7 +121,8 @@ class CompileHooks:
                 self._compiled(compile_)
         breaks, self._breaks = counters.graph_breaks_after(self._breaks)
         for split in breaks:
-            text = f"{_named(split.function, split.place)}: {describe_break(split.reason)}"
+            where = f"{_named(split.function, split.place)}{inside_torch(split.place)}"
+            text = f"{where}: {describe_break(split.reason)}"
             self._emit("graph_break", text, time.time())
         if not self._flex and counters.eager_flex():
             self._flex = True

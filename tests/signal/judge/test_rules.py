@@ -135,7 +135,7 @@ def test_a_counter_that_is_missing_makes_no_healthy_run_faulty(
 
 def test_the_names_of_causes() -> None:
     assert set(RULES) == set(FAULT_NAMES)
-    assert set(CAUSES) - set(RULES) == {"healthy", "pause", "unknown"}
+    assert set(CAUSES) - set(RULES) == {"healthy", "pause", "largest_so_far", "unknown"}
 
 
 def test_words_around_reasons() -> None:

@@ -57,7 +57,7 @@ CURVES: dict[str, tuple[str, Callable[[Column], Column]]] = {
         "volatile",
         levels((0, 0), (0.1, 900), (0.3, 500), (0.4, 1400), (0.55, 200), (0.7, 700), (0.8, 50)),
     ),
-    "a growing saw": ("volatile", lambda u: 900 * u + 700 * (u * 8 % 1.0)),
+    "a growing saw": ("slope", lambda u: 900 * u + 700 * (u * 8 % 1.0)),
 }
 named = pytest.mark.parametrize("name", CURVES)
 

@@ -38,9 +38,9 @@ def assert_sound(verdict: Verdict) -> None:
     found = verdict.to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found.keys() == {"devices", "verdict", "line", "notes"}
-    assert found["verdict"] in ("healthy", "fault", "not_flat", "unknown", "flat")
+    assert found["verdict"] in ("healthy", "fault", "not_flat", "unknown", "flat", "idle")
     for device in found["devices"]:
-        assert device.keys() == {"device", "shape", "words", "phases", "causes"}
+        assert device.keys() == {"device", "shape", "level", "words", "phases", "causes"}
         assert device["shape"] in SHAPES
         assert device["causes"]
         assert "nan" not in device["words"].split()

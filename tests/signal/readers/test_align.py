@@ -98,7 +98,7 @@ def test_steps_go_where_memory_moves_with_them(tmp_path: Path) -> None:
 
 def test_steps_that_fit_several_devices(tmp_path: Path) -> None:
     text = query_csv(300, gpus=2)
-    rows = [step_row(n, reserved=MIB) for n in range(40)]
+    rows = [step_row(n, allocated=MIB, reserved=2 * MIB) for n in range(40)]
     trace = read_trace([write(tmp_path / "a", text), write(tmp_path / "b", json_lines(rows))])
     assert trace.steps[0].device == "0"
     assert any("several would fit: 0 was assumed" in note for note in trace.notes)

@@ -120,14 +120,16 @@ def test_steps_of_other_programs(tmp_path: Path) -> None:
 
 
 def test_steps_without_times(tmp_path: Path) -> None:
-    rows = [{"step": n, "wall_ms": 20.0, "reserved": 5} for n in range(20)]
+    rows = [{"step": n, "wall_ms": 20.0, "reserved": 5 << 21} for n in range(20)]
     trace = read(tmp_path, rows)
     np.testing.assert_allclose(np.diff(trace.steps[0].time_s), 0.02)
     assert "durations were added up" in trace.notes[0]
 
 
 def test_durations_are_filled_in(tmp_path: Path) -> None:
-    rows = [{"step": n, "time_s": START_S + n, "wall_ms": None, "reserved": 5} for n in range(5)]
+    rows = [
+        {"step": n, "time_s": START_S + n, "wall_ms": None, "reserved": 5 << 21} for n in range(5)
+    ]
     np.testing.assert_allclose(read(tmp_path, rows).steps[0].wall_ms, 1000.0)
 
 
