@@ -598,5 +598,5 @@ def test_a_damaged_directory_is_a_target_error_with_its_path(
 
 
 def test_a_hub_name_that_cannot_be_fetched_is_a_target_error() -> None:
-    with pytest.raises(TargetError, match=r"target.path=nobody/nothing: .*cannot be read"):
+    with pytest.raises(TargetError, match=r"target.path=nobody/nothing: .*not in the local cache"):
         load(Path("nobody/nothing"))

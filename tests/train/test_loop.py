@@ -63,9 +63,9 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 def test_a_run_learns_and_logs(config: Callable[..., Config]) -> None:
-    done = train(config("train.steps=120", "train.ema=null", "features.noise=0"))
+    done = train(config("train.steps=160", "train.ema=null", "features.noise=0"))
     lines = metrics(done.run_dir)
-    assert [x["step"] for x in lines] == list(range(2, 121, 2))
+    assert [x["step"] for x in lines] == list(range(2, 161, 2))
     last = lines[-10:]
     assert sum(x["loss"] for x in last) / len(last) < 0.75 * lines[0]["loss"]
     accepted, blocks = (sum(x[key] for x in last) for key in ("accepted", "blocks"))
@@ -78,7 +78,7 @@ def test_a_run_learns_and_logs(config: Callable[..., Config]) -> None:
     assert kinds[-1] == "end"
     assert {"choice", "checkpoint", "device", "sealed", "first_step"} <= set(kinds)
     assert (done.run_dir / "config.yaml").exists()
-    assert (done.step, done.total, done.interrupted) == (120, 120, False)
+    assert (done.step, done.total, done.interrupted) == (160, 160, False)
     assert not worker_threads()
 
 

@@ -75,7 +75,7 @@ def test_steps_come_from_epochs_and_bytes_from_shapes(tmp_path: Path, inputs: An
     text = "\n".join(plan.lines())
     assert "placement: 1 target(s) on cpu" in text
     assert "5 steps, 2.50 epochs of 2 packs, fill 80.0 %" in text
-    assert "duration unknown here; draftline plan --rate" in text
+    assert "duration unknown here; draftline plan --time" in text
     assert "feature cache" not in text
 
 
@@ -117,7 +117,7 @@ def test_hours_come_from_a_rate_or_from_a_known_gpu(tmp_path: Path, inputs: Any)
     unknown = planned(tmp_path, inputs, "3x141").hours
     assert (unknown.hours, str(unknown)) == (
         None,
-        ("unknown here; draftline plan --rate takes what draftline bench step measures"),
+        ("unknown here; draftline plan --time measures a step, --rate takes what bench step did"),
     )
     # 32 rows a pack at 16 rows/s are 2 s; two drafters work at once, and take two packs a step.
     given = planned(tmp_path, inputs, "3x141", rate=16.0).hours
