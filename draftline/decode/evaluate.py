@@ -39,7 +39,9 @@ class Score:
     what lies behind a stop token left out. `committed_counts[n]`: rounds that committed n tokens.
     `slot_acceptance[j]`: share of rounds in which slot j + 1 was accepted. Speeds are tokens over
     decoding seconds without prefill, at `batch_size`. `identical` of `compared` prompts gave exactly
-    the plain greedy output; `differences` has the others. What was not measured is nan.
+    the plain greedy output, computed with the kernels of verification where that is cheap;
+    `differences` has those that are not the output of plain decoding one token at a time. What was
+    not measured is nan.
     """
 
     name: str
@@ -112,12 +114,12 @@ class PlainOutputs:
     """Plain decoding of every prompt set, done once and compared with many drafters."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, float], tuple[list[list[int]], float]] = {}
+        self._known: dict[tuple[str, float, int], tuple[list[list[int]], float]] = {}
 
     def get(
-        self, key: tuple[str, float], decode: Callable[[], list[Decoded]]
+        self, key: tuple[str, float, int], decode: Callable[[], list[Decoded]]
     ) -> tuple[list[list[int]], float]:
-        """Outputs and tokens/s of a set at a temperature, decoded on first use."""
+        """Outputs and tokens/s of a set at a temperature and width, decoded on first use."""
         if key not in self._known:
             decoded = decode()
             self._known[key] = ([t for d in decoded for t in d.tokens], _rate(decoded))
@@ -146,7 +148,10 @@ def evaluate(
         with ExitStack() as stack:
 
             def open_decoder(
-                model: DraftModel | None, heat: float = temperature, owner: ExitStack = stack
+                model: DraftModel | None,
+                width: int = 1,
+                heat: float = temperature,
+                owner: ExitStack = stack,
             ) -> ChainDecoder:
                 return owner.enter_context(
                     ChainDecoder(
@@ -156,35 +161,41 @@ def evaluate(
                         slots=slots,
                         temperature=heat,
                         seed=seed,
-                        width=_shared_width(target, rows, block),
+                        width=width,
                     )
                 )
 
             speculative = open_decoder(draft)
             ordinary = open_decoder(None) if plain is not None else None
+            # Plain speed is that of single tokens, identity is asked of equal kernels.
+            wide = _shared_width(target, rows, block) if temperature == 0 else 1
+            alike = open_decoder(None, wide) if plain is not None and wide > 1 else ordinary
             for name, group in prompts.items():
                 progress(f"{name} at temperature {temperature:g}: {len(group)} prompts")
                 decoded = _decode(speculative, group, max_new_tokens)
-                reference: list[list[int]] | None = None
-                plain_rate = math.nan
-                if plain is not None and ordinary is not None:
-                    reference, plain_rate = plain.get(
-                        (name, temperature), partial(_decode, ordinary, group, max_new_tokens)
-                    )
+                if plain is None or ordinary is None or alike is None:
+                    scores.append(_score(name, temperature, rows, decoded, None, math.nan))
+                    continue
+                single, plain_rate = plain.get(
+                    (name, temperature, 1), partial(_decode, ordinary, group, max_new_tokens)
+                )
+                reference, _ = plain.get(
+                    (name, temperature, wide), partial(_decode, alike, group, max_new_tokens)
+                )
                 score = _score(name, temperature, rows, decoded, reference, plain_rate)
-                if score.identical < score.compared and reference is not None:
+                if score.compared:
                     outputs = [tokens for d in decoded for tokens in d.tokens]
-                    found = first_differences(target, group, outputs, reference)
+                    found = first_differences(target, group, outputs, single)
                     score = replace(score, differences=tuple(found))
                 scores.append(score)
     return scores
 
 
 def _shared_width(target: Target, rows: int, block: int) -> int:
-    """Tokens a row that plain decoding computes, so that it runs the kernels of verification.
+    """Tokens a row that the reference of `identical` computes: those of verification, or 1.
 
-    A matrix product of one row adds in another order than one of `block` rows. In bfloat16 that
-    tells near-ties apart; in float32 it does not, and on a CPU or in a large batch rows cost time.
+    A matrix product of one row adds in another order than one of `block` rows, which in bfloat16
+    decides near-ties; in float32 it does not, and on a CPU or in a large batch rows cost time.
     """
     rounds = target.dtype != torch.float32 and target.device.type == "cuda"
     return block if rounds and rows * block <= _FREE_ROWS else 1

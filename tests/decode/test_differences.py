@@ -72,7 +72,7 @@ def test_evaluation_shows_each_difference(
     draft = DraftModel(build_drafter(build_shape(target)))
     wrong = [[*tokens[:2], (tokens[2] + 1) % target.vocab_size, *tokens[3:]] for tokens in plain]
     known = PlainOutputs()
-    known._known[("set", 0.0)] = (wrong, math.nan)
+    known._known[("set", 0.0, 1)] = (wrong, math.nan)
     (score,) = evaluate(
         target,
         draft,

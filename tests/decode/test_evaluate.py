@@ -122,9 +122,9 @@ def test_plain_output_is_decoded_once_for_many_drafters(
 def test_a_wrong_output_shows(target: Target, draft: DraftModel) -> None:
     plain = PlainOutputs()
     run(target, draft, plain=plain)
-    tokens, rate = plain._known["short", 0.0]
+    tokens, rate = plain._known["short", 0.0, 1]
     tokens[1] = tokens[1][:-1]
-    plain._known["short", 0.0] = (tokens, rate)
+    plain._known["short", 0.0, 1] = (tokens, rate)
     short, long = run(target, draft, plain=plain)
     assert (short.identical, short.compared) == (4, 5)
     assert (long.identical, long.compared) == (2, 2)
