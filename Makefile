@@ -27,7 +27,7 @@ test: env
 	$(BIN)/python -m pytest -q
 
 serve-check: env $(SERVE_READY)
-	@echo "== serve tiny drafters and exports/demo with vLLM on the CPU (about 10 minutes)"
+	@echo "== serve tiny drafters and exports/demo with vLLM on the CPU (about 12 minutes)"
 	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=. $(BIN)/python bench/serve_check.py $(CHECK)
 
 newest oldest:
