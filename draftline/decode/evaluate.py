@@ -280,7 +280,7 @@ def score_details(score: Score) -> str:
     slots = " ".join(_number(a, 2) for a in score.slot_acceptance)
     counts = " ".join(f"{n}:{count}" for n, count in enumerate(score.committed_counts) if n)
     lines = [f"slots accepted {slots}", f"rounds by tokens committed {counts}"]
-    lines += [f"differs from plain decoding in {d.describe()}" for d in score.differences]
+    lines += [f"differs from decoding token by token in {d.describe()}" for d in score.differences]
     return "\n".join(f"{score.name} T={score.temperature:g}: {line}" for line in lines)
 
 

@@ -85,7 +85,7 @@ def test_evaluation_shows_each_difference(
     )
     assert (score.identical, score.compared) == (0, 3)
     assert [d.position for d in score.differences] == [2, 2, 2]
-    assert score_details(score).count("differs from plain decoding in prompt") == 3
+    assert score_details(score).count("differs from decoding token by token in prompt") == 3
 
 
 @pytest.mark.parametrize("width", [2, 7])
