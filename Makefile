@@ -1,9 +1,8 @@
 # Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt.
 # A third, `make serve-check`, compares exports with the real vLLM; it makes .venv-serve too.
-# `make newest` and `make oldest` install without constraints, at the ends of the ranges in pyproject.toml,
-# into venvs of their own (.venv-newest, .venv-oldest). Newest means all but torch, which is the release of
-# constraints.txt unless TORCH=2.14.1, say, is given: a plain `pip install torch` may fetch gigabytes of
-# CUDA libraries.
+# `make newest` installs without constraints, into .venv-newest, and runs the commands. Newest means all but
+# torch, which is the release of constraints.txt unless TORCH=2.14.1, say, is given: a plain `pip install
+# torch` may fetch gigabytes of CUDA libraries.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +10,7 @@ READY := .venv/.ready
 SERVE := .venv-serve/bin
 SERVE_READY := .venv-serve/.ready
 
-.PHONY: demo test serve-check newest oldest env clean
+.PHONY: demo test serve-check newest env clean
 
 demo: env
 	@echo "== train, evaluate and export the embedded default (about 7 minutes on two CPU cores)"
@@ -30,8 +29,8 @@ serve-check: env $(SERVE_READY)
 	@echo "== serve tiny drafters and exports/demo with vLLM on the CPU (about 12 minutes)"
 	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=. $(BIN)/python bench/serve_check.py $(CHECK)
 
-newest oldest:
-	PYTHON=$(PYTHON) tests/ends.sh $@
+newest:
+	PYTHON=$(PYTHON) tests/newest.sh
 
 env: $(READY)
 
@@ -57,4 +56,4 @@ $(SERVE_READY):
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-oldest .venv-serve runs exports
+	rm -rf .venv .venv-newest .venv-serve runs exports
