@@ -323,6 +323,7 @@ def test_a_long_wait_is_no_hang_while_another_gets_on(clock: Clock) -> None:
     condition = threading.Condition()
     done: list[int] = []
     wanted = 0
+    ended = threading.Event()
 
     def busy(worker: Worker) -> None:
         while len(done) < 8:
@@ -331,13 +332,18 @@ def test_a_long_wait_is_no_hang_while_another_gets_on(clock: Clock) -> None:
                 worker.doing("forward", len(done))
                 done.append(len(done))
                 condition.notify_all()
+        # While it lives somebody has done something lately, until the other one has seen it.
+        ended.wait(WAIT_S)
 
     def patient(worker: Worker) -> None:
         with condition:
             worker.wait_until(condition, lambda: len(done) == 8, "a pack")
+        ended.set()
 
     def look() -> None:
         nonlocal wanted
+        if len(done) == 8:
+            return
         with condition:
             clock.now += 6
             wanted += 1
