@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -163,3 +165,17 @@ def test_a_file_without_memory_is_told_what_it_lacks(run: Run, tmp_path: Path) -
     code, out, _ = run("diagnose", file)
     assert code == 4
     assert "no memory in use (memory.used)" in out
+
+
+def test_diagnose_leaves_the_collector_on_and_numpy_without_threads() -> None:
+    """In a process of its own, which has imported nothing yet."""
+    code = (
+        "import gc, os, sys\n"
+        "from draftline.cli_signal import diagnose_command\n"
+        "try:\n    diagnose_command([])\n"
+        "except Exception: pass\n"
+        "print('numpy' in sys.modules, gc.isenabled(), os.environ['OPENBLAS_NUM_THREADS'])"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["True", "True", "1"], done.stderr
