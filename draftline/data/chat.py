@@ -165,11 +165,23 @@ class Chat:
 def served_prompt(
     tokenizer: Any, messages: Sequence[Message], tools: str, arguments: Mapping[str, Any]
 ) -> str:
-    """What a server shows the target for these turns; raises what the template raises."""
+    """What a server shows the target for these turns; raises what the template raises.
+
+    Arguments of tool calls are given as objects, and as text where the template refuses objects.
+    """
     given = {"tools": json.loads(tools)} if tools else {}
-    turns = [message.to_template() for message in messages]
-    return str(
-        tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **given, **arguments
+
+    def render(as_text: bool) -> str:
+        turns = [message.to_template(as_text) for message in messages]
+        return str(
+            tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **given, **arguments
+            )
         )
-    )
+
+    try:
+        return render(False)
+    except REFUSALS:
+        if not any(message.tool_calls for message in messages):
+            raise
+        return render(True)

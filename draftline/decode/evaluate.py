@@ -40,8 +40,9 @@ class Score:
     `slot_acceptance[j]`: share of rounds in which slot j + 1 was accepted. Speeds are tokens over
     decoding seconds without prefill, at `batch_size`. `identical` of `compared` prompts gave exactly
     the plain greedy output, computed with the kernels of verification where that is cheap;
-    `differences` has those that are not the output of plain decoding one token at a time. What was
-    not measured is nan.
+    `differences` has those that are not the output of plain decoding one token at a time;
+    `reference_width` is how many tokens a row the plain output of `identical` was computed with. What
+    was not measured is nan.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Score:
     identical: int
     compared: int
     differences: tuple[Difference, ...] = ()
+    reference_width: int = 1
 
     @property
     def speedup(self) -> float:
@@ -186,7 +188,7 @@ def evaluate(
                 if score.compared:
                     outputs = [tokens for d in decoded for tokens in d.tokens]
                     found = first_differences(target, group, outputs, single)
-                    score = replace(score, differences=tuple(found))
+                    score = replace(score, differences=tuple(found), reference_width=wide)
                 scores.append(score)
     return scores
 
@@ -280,6 +282,12 @@ def score_details(score: Score) -> str:
     slots = " ".join(_number(a, 2) for a in score.slot_acceptance)
     counts = " ".join(f"{n}:{count}" for n, count in enumerate(score.committed_counts) if n)
     lines = [f"slots accepted {slots}", f"rounds by tokens committed {counts}"]
+    if score.reference_width > 1:
+        alike = score.compared - len(score.differences)
+        lines.append(
+            f"identical compares with plain decoding of {score.reference_width} tokens a row, the kernels "
+            f"of verification; token by token {alike} of {score.compared} are"
+        )
     lines += [f"differs from decoding token by token in {d.describe()}" for d in score.differences]
     return "\n".join(f"{score.name} T={score.temperature:g}: {line}" for line in lines)
 

@@ -88,6 +88,30 @@ def test_evaluation_shows_each_difference(
     assert score_details(score).count("differs from decoding token by token in prompt") == 3
 
 
+def test_evaluation_says_what_identical_compares_with(
+    target: Target, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU in bfloat16: token by token another output, with equal kernels the same."""
+    monkeypatch.setattr("draftline.decode.evaluate._shared_width", lambda *_: 4)
+    wrong = [[*plain[0][:2], (plain[0][2] + 1) % target.vocab_size, *plain[0][3:]], *plain[1:]]
+    known = PlainOutputs()
+    known._known[("set", 0.0, 1)] = (wrong, 123.0)
+    (score,) = evaluate(
+        target,
+        DraftModel(build_drafter(build_shape(target))),
+        {"set": PROMPTS},
+        temperatures=[0.0],
+        max_new_tokens=10,
+        batch_size=3,
+        seed=0,
+        plain=known,
+    )
+    assert (score.identical, score.compared, score.reference_width) == (3, 3, 4)
+    assert score.plain_tokens_per_s == 123.0, "speed is that of single tokens"
+    assert "plain decoding of 4 tokens a row" in score_details(score)
+    assert "token by token 2 of 3 are" in score_details(score)
+
+
 @pytest.mark.parametrize("width", [2, 7])
 @pytest.mark.parametrize("stop", [(), (3, 5, 8)])
 def test_wider_target_calls_change_nothing(width: int, stop: tuple[int, ...]) -> None:
