@@ -254,7 +254,9 @@ class TerminalProgress:
             self._progress.update(self._task, completed=step, text=text)
         elif now or self._clock() >= self._said + QUIET_S:
             eta = f"  ETA {self._eta_s / 60:.1f} min" if self._eta_s else ""
-            self._console.print(f"step {step}/{self._total}  {text}{eta}", highlight=False)
+            # A file is as wide as its lines.
+            line = f"step {step}/{self._total}  {text}{eta}"
+            self._console.print(line, highlight=False, soft_wrap=True)
             self._said = self._clock()
 
     def stop(self) -> None:
