@@ -50,7 +50,7 @@ SETTINGS = {
 
 def make_target(directory: Path) -> Path:
     """A random Qwen3 of four layers with a small tokenizer."""
-    from tests.fakes import tiny_target_dir
+    from tests.support.fakes import tiny_target_dir
 
     return tiny_target_dir(
         directory,

@@ -18,15 +18,15 @@ import torch
 from machine import describe
 
 from draftline.choices import Choices
-from draftline.config_file import load_config
+from draftline.config.load import load_config
 from draftline.data.packing import build_pack
-from draftline.model.anchors import Anchors
-from draftline.runtime.compiled import CompileGate
+from draftline.model.drafter.anchors import Anchors
+from draftline.runtime.compile.gate import CompileGate
 from draftline.train.assemble import step_spec
-from draftline.train.inputs import epoch_packs, open_target, prepare
-from draftline.train.pack_tensors import PackTensors
-from draftline.train.start import feature_worker, first_drafter
-from draftline.train.step import TrainStep, compile_kernels
+from draftline.train.plan.inputs import epoch_packs, open_target, prepare
+from draftline.train.plan.start import feature_worker, first_drafter
+from draftline.train.step.pack_tensors import PackTensors
+from draftline.train.step.step import TrainStep, compile_kernels
 
 
 def losses(

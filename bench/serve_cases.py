@@ -16,11 +16,11 @@ from torch import Tensor
 from draftline.decode.chain import DraftModel
 from draftline.decode.evaluate import read_prompts
 from draftline.export.zlab import export_zlab, load_zlab
-from draftline.model.drafter import Drafter
-from draftline.model.source import BUILTIN_TARGET, resolve_target
-from draftline.model.target import Target, load_target
-from tests.fakes import tiny_target_dir
-from tests.tiny import build_drafter, build_shape, teach
+from draftline.model.drafter.backbone import Drafter
+from draftline.model.target.source import BUILTIN_TARGET, resolve_target
+from draftline.model.target.target import Target, load_target
+from tests.support.fakes import tiny_target_dir
+from tests.support.tiny import build_drafter, build_shape, teach
 
 CPU = torch.device("cpu")
 # vLLM's CPU attention takes heads of 32 and more.

@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-from draftline.cli import main
-from draftline.runtime.compiled import CompileGate
-from draftline.train.pipeline import Pipeline
-from draftline.train.step import TrainStep
+from draftline.cli.main import main
+from draftline.runtime.compile.gate import CompileGate
+from draftline.train.pipeline.pipeline import Pipeline
+from draftline.train.step.step import TrainStep
 
 
 def together(self, worker, name: str, call: Callable[[], None], captures: bool) -> None:

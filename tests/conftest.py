@@ -14,8 +14,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-# importlib mode puts no folder on the path; this one holds `fakes`.
-sys.path.insert(0, str(Path(__file__).parent))
+# importlib mode puts no folder on the path; tests/support is imported from the root.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     made: dict[str, Path] = {}
 
     def build(family: str = "llama") -> Path:
-        from fakes import tiny_target_dir
+        from tests.support.fakes import tiny_target_dir
 
         if family not in made:
             made[family] = tiny_target_dir(tmp_path_factory.mktemp(family) / "target", family)

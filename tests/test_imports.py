@@ -12,52 +12,63 @@ import pytest
 import draftline
 
 PACKAGE = Path(draftline.__file__).parent
-_GROUND = {
-    "choices",
-    "config",
-    "config_faults",
-    "config_sections",
-    "config_training",
-    "config_file",
-    "config_yaml",
+_SIGNAL_GROUND = tuple(
+    f"signal.{noun}"
+    for noun in (
+        "duration",
+        "trace",
+        "latest",
+        "guards",
+        "recorder.clock",
+        "recorder.nvml",
+        "environment",
+    )
+)
+# Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
+_GROUND = {"errors", "choices", "config", "files", "locks", "progress", "runlog"}
+_PARTS = _GROUND | {"runtime", "data", "model", "model.target", "model.drafter", "checkpoint"}
+_SIGNAL = {"signal", *_SIGNAL_GROUND, *(f"signal.{r}" for r in ("recorder", "readers", "judge"))}
+_TRAIN = {
+    "train",
+    *(f"train.{r}" for r in ("features", "step", "plan", "save", "report", "pipeline")),
 }
-_GROUND |= {"errors", "runlog", "progress", "locks", "files"}
-_ROOMS = {"runtime", "model", "data", "demo", "signal"}
-# Room -> what it may import besides itself. `demo` is data that ships; `demo.run` is a command.
 ALLOWED: dict[str, set[str]] = {
-    "errors": set(),
-    "config_sections": set(),
-    "config_training": {"config_sections"},
-    "config": {"config_sections", "config_training", "errors"},
-    "config_yaml": {"errors"},
-    "config_faults": {"config", "config_sections"},
-    "config_file": {"config", "config_sections", "config_faults", "config_yaml", "errors"},
-    "choices": {"errors"},
-    "files": set(),
-    "locks": {"errors"},
-    "progress": set(),
-    "runlog": {"errors"},
-    "signal": {"config", "errors", "runlog"},
-    "runtime": _GROUND | {"signal"},
-    "model": _GROUND | {"signal"},
-    "data": _GROUND | {"signal"},
-    "demo": _GROUND,
-    "train": _GROUND | _ROOMS,
-    "decode": _GROUND | _ROOMS,
-    "export": _GROUND | _ROOMS | {""},
-    "demo.run": _GROUND | _ROOMS | {"train", "decode", "export"},
-    "cli_options": set(),
-    "cli_plan": _GROUND | _ROOMS | {"train", "cli_options"},
-    "cli_regenerate": _GROUND | _ROOMS | {"decode"},
-    "cli_bench": _GROUND | _ROOMS | {"train", "cli_options"},
-    "cli_export": _GROUND | _ROOMS | {"train", "export", "cli_options"},
-    "cli_signal": {"errors", "signal", "cli_options"},
-    "cli": _GROUND
-    | _ROOMS
-    | {"train", "decode", "export", "demo.run", ""}
-    | {"cli_options", "cli_plan", "cli_bench", "cli_regenerate", "cli_export", "cli_signal"},
-    "__main__": {"cli"},
     "": set(),
+    "errors": set(),
+    "files": set(),
+    "progress": set(),
+    "choices": {"errors"},
+    "locks": {"errors"},
+    "runlog": {"errors"},
+    "config": {"errors"},
+    **{noun: {"errors", *_SIGNAL_GROUND[:place]} for place, noun in enumerate(_SIGNAL_GROUND)},
+    "signal.recorder": {"errors", *_SIGNAL_GROUND},
+    "signal.readers": {"errors", *_SIGNAL_GROUND},
+    "signal.judge": {"errors", *_SIGNAL_GROUND},
+    "signal.live": {"errors", "signal.recorder", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
+    "signal.pages": {"errors", "runlog", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
+    "signal": {"signal.recorder", "signal.judge", *_SIGNAL_GROUND},
+    "runtime": _GROUND,
+    "data": _GROUND,
+    "model": _GROUND,
+    "model.target": _GROUND | {"model"},
+    "model.drafter": _GROUND | {"model", "model.target"},
+    "checkpoint": _GROUND | {"model.target", "model.drafter"},
+    "train.features": _PARTS,
+    "train.step": _PARTS | {"train.features"},
+    "train.plan": _PARTS | {"train.features", "train.step"},
+    "train.save": _PARTS | {"train.features", "train.step", "train.plan"},
+    "train.report": _PARTS | _SIGNAL | {"train.step"},
+    "train.pipeline": _PARTS | {"train.features", "train.step"},
+    "train": _PARTS | _SIGNAL | _TRAIN,
+    "bench": _PARTS | _TRAIN,
+    "decode": _PARTS - {"checkpoint"},
+    "export": (_PARTS - {"data", "runtime", "checkpoint"}) | {""},
+    "cli": _PARTS
+    | _SIGNAL
+    | _TRAIN
+    | {"", "bench", "decode", "export", "signal.live", "signal.pages"},
+    "__main__": {"cli"},
 }
 
 
@@ -94,6 +105,13 @@ def wrong_imports(package: Path) -> list[str]:
     return found
 
 
+def test_no_room_may_import_one_that_stands_later() -> None:
+    order = list(ALLOWED)
+    for room, others in ALLOWED.items():
+        later = [other for other in others - {room} if order.index(other) > order.index(room)]
+        assert not later, f"{room} may import {later}"
+
+
 def test_rooms_import_only_what_stands_below_them() -> None:
     assert wrong_imports(PACKAGE) == []
 
@@ -101,20 +119,22 @@ def test_rooms_import_only_what_stands_below_them() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "wrong"),
     [
-        ("runtime/ring.py", "from draftline.model.target import Head", "model"),
+        ("runtime/ring.py", "from draftline.model.target.target import Head", "model.target"),
         ("runtime/ring.py", "import draftline.data.tokens", "data"),
         ("model/x.py", "def f():\n    from draftline.train import loop", "train"),
         ("model/x.py", "from draftline.decode.chain import ChainDecoder", "decode"),
-        ("data/x.py", "from draftline.model.taps import choose_taps", "model"),
+        ("data/x.py", "from draftline.model.target.taps import choose_taps", "model.target"),
         ("decode/x.py", "from draftline.train.loop import train", "train"),
-        ("train/x.py", "from draftline.demo.run import run", "demo.run"),
+        ("train/step/x.py", "from draftline.train.plan.plan import Plan", "train.plan"),
+        ("model/target/x.py", "import draftline.model.drafter.masks", "model.drafter"),
+        ("signal/judge/x.py", "from draftline.signal.live.watch import watch", "signal.live"),
         ("train/x.py", "from draftline import cli", "cli"),
-        ("config.py", "from draftline.choices import Choices", "choices"),
+        ("config/schema.py", "from draftline.choices import Choices", "choices"),
     ],
 )
 def test_a_wrong_import_would_be_found(file: str, text: str, wrong: str, tmp_path: Path) -> None:
     path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True)
     path.write_text(text)
     assert wrong_imports(tmp_path) == [f"{file.removesuffix('.py')} imports {wrong}"]
     path.write_text("from draftline.errors import ConfigError")

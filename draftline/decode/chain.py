@@ -23,10 +23,10 @@ from draftline.decode.verify import (
     probabilities,
 )
 from draftline.errors import DataError
-from draftline.model.drafter import Drafter
+from draftline.model.drafter.backbone import Drafter
+from draftline.model.drafter.masks import draft_masks
 from draftline.model.kv_cache import StaticKV
-from draftline.model.masks import draft_masks
-from draftline.model.target import Target
+from draftline.model.target.target import Target
 from draftline.runtime.devices import synchronize
 from draftline.runtime.graphs import Replayed
 

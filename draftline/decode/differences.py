@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from draftline.model.kv_cache import StaticKV
-from draftline.model.target import Target
+from draftline.model.target.target import Target
 
 # Units of the largest logit's last place. On an H200 in bfloat16, a unit being about 0.2, the margins of
 # 30 differences that only other kernels made were 0.001 to 0.16.

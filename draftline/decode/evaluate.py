@@ -15,13 +15,13 @@ import torch
 from jinja2 import TemplateError
 from rich.table import Table
 
+from draftline.data.builtin import resolve_data
 from draftline.data.chat import served_prompt
 from draftline.data.conversations import read_conversations
 from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.decode.differences import Difference, first_differences
-from draftline.demo import resolve_data
 from draftline.errors import DataError
-from draftline.model.target import Target
+from draftline.model.target.target import Target
 
 log = logging.getLogger(__name__)
 

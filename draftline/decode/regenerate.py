@@ -26,7 +26,7 @@ from draftline.decode.dialogue import Dialogue
 from draftline.decode.progress import Progress
 from draftline.decode.request import Request
 from draftline.errors import DataError
-from draftline.model.target import Target
+from draftline.model.target.target import Target
 
 log = logging.getLogger(__name__)
 

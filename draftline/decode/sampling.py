@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftline.errors import ConfigError, TargetError
-from draftline.model.source import resolve_target
+from draftline.model.target.source import resolve_target
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftline.config_sections import TargetSection
+from draftline.config.sections import TargetSection
 from draftline.export.engines import SGLANG, VLLM, obstacle
-from draftline.model.source import resolve_target
-from draftline.model.target import Target
+from draftline.model.target.source import resolve_target
+from draftline.model.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftline.errors import ParityError
-from draftline.model.drafter import Drafter
+from draftline.model.drafter.backbone import Drafter
 
 # Dividing the outputs of attention and MLP by the embedding scale divides the residual stream; the
 # others feed norms alone, and are divided so that these see the same ratio to their smaller eps.

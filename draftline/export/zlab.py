@@ -20,8 +20,8 @@ from draftline.errors import ConfigError, ParityError
 from draftline.export.directory import check_replaceable, metadata, replacing
 from draftline.export.engines import choose_folding
 from draftline.export.tensors import export_tensors
-from draftline.model.drafter import Drafter, DrafterShape
-from draftline.model.target import Target
+from draftline.model.drafter.backbone import Drafter, DrafterShape
+from draftline.model.target.target import Target
 from draftline.runlog import write_atomic
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

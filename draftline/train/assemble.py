@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 
 from draftline.choices import Choices
-from draftline.config import Config
-from draftline.model.losses import LossSpec
-from draftline.model.target import Target
-from draftline.model.vocabulary import check_mask_row
+from draftline.config.schema import Config
+from draftline.model.drafter.losses import LossSpec
+from draftline.model.drafter.vocabulary import check_mask_row
+from draftline.model.target.target import Target
 from draftline.progress import doing
-from draftline.runtime.compiled import CompileGate
+from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import keep_float32_exact
 from draftline.runtime.graphs import GraphPool
-from draftline.train.features import FeatureCache, FeatureWorker
-from draftline.train.heldout import HeldOut
-from draftline.train.inputs import Inputs, feature_key, open_target
-from draftline.train.optim import OptimizerSpec
-from draftline.train.placement import Placement
-from draftline.train.plan import Plan
-from draftline.train.start import feature_worker, first_drafter, measured_packs
-from draftline.train.step import StepSpec, TrainStep, compile_kernels
+from draftline.train.features.cache import FeatureCache, FeatureWorker
+from draftline.train.plan.inputs import Inputs, feature_key, open_target
+from draftline.train.plan.placement import Placement
+from draftline.train.plan.plan import Plan
+from draftline.train.plan.start import feature_worker, first_drafter, measured_packs
+from draftline.train.step.heldout import HeldOut
+from draftline.train.step.optim import OptimizerSpec
+from draftline.train.step.step import StepSpec, TrainStep, compile_kernels
 
 log = logging.getLogger(__name__)
 

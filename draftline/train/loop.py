@@ -12,22 +12,22 @@ from pathlib import Path
 import torch
 
 from draftline.choices import Choices
-from draftline.config import Config
+from draftline.config.schema import Config
 from draftline.data.conversations import write_rejects
 from draftline.errors import UserError
 from draftline.locks import hold
-from draftline.model.target import Target
+from draftline.model.target.target import Target
 from draftline.runlog import RunLog, provenance, source_diff
-from draftline.runtime.compiled import CompileGate
+from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import visible_devices
 from draftline.runtime.nodes import Nodes
 from draftline.runtime.workers import out_of_memory
-from draftline.train.inputs import Inputs, prepare
-from draftline.train.memory_watch import MemoryWatch
-from draftline.train.named import check_named
-from draftline.train.placement import device_type
-from draftline.train.resume import dated, find_checkpoint, is_finished, kept_date
+from draftline.train.plan.inputs import Inputs, prepare
+from draftline.train.plan.named import check_named
+from draftline.train.plan.placement import device_type
+from draftline.train.report.memory_watch import MemoryWatch
 from draftline.train.run import Run, Trained
+from draftline.train.save.resume import dated, find_checkpoint, is_finished, kept_date
 
 log = logging.getLogger(__name__)
 

@@ -13,34 +13,34 @@ from typing import Any
 
 import torch
 
+from draftline.checkpoint.store import Checkpoint
 from draftline.choices import Choices
-from draftline.config import Config
+from draftline.config.schema import Config
 from draftline.errors import RunError
-from draftline.model.target import Target
+from draftline.model.target.target import Target
 from draftline.progress import doing
 from draftline.runlog import RunLog
-from draftline.runtime.compiled import CompileGate
+from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import describe_device, visible_devices
 from draftline.runtime.memory import MemoryBaseline
 from draftline.runtime.nodes import Nodes
 from draftline.runtime.reduce import Reducer
 from draftline.runtime.workers import Crew
 from draftline.train.assemble import assemble
-from draftline.train.boundary import Duties
-from draftline.train.checkpoint import Checkpoint
-from draftline.train.feed import Feed, Position, Share
-from draftline.train.heldout import HeldOutScore
-from draftline.train.inputs import Inputs, epoch_packs
+from draftline.train.features.feed import Feed, Position, Share
 from draftline.train.interrupts import interrupts
-from draftline.train.memory_watch import MemoryWatch
-from draftline.train.pipeline import Pipeline
-from draftline.train.placement import place
-from draftline.train.plan import plan_run
-from draftline.train.reporter import Reporter, Scale
-from draftline.train.resume import check_state, share_state
-from draftline.train.saver import Saver
-from draftline.train.snapshot import load_state
-from draftline.train.trackers import Trackers
+from draftline.train.pipeline.boundary import Duties
+from draftline.train.pipeline.pipeline import Pipeline
+from draftline.train.plan.inputs import Inputs, epoch_packs
+from draftline.train.plan.placement import place
+from draftline.train.plan.plan import plan_run
+from draftline.train.report.memory_watch import MemoryWatch
+from draftline.train.report.reporter import Reporter, Scale
+from draftline.train.report.trackers import Trackers
+from draftline.train.save.resume import check_state, share_state
+from draftline.train.save.saver import Saver
+from draftline.train.save.snapshot import load_state
+from draftline.train.step.heldout import HeldOutScore
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,9 @@ class Run:
             self.saver = Saver(
                 config,
                 inputs,
-                self.parts,
+                self.parts.steps[0],
                 runlog,
+                features=self.parts.key,
                 packs_per_step=self.share.packs_per_step,
                 total_steps=self.plan.steps,
             )

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import stop_ids_of, tokenizer_of
-from fakes import CHATML, tiny_tokenizer
 
 from draftline.data.conversations import Conversation, Message, read_conversations
 from draftline.data.dates import pinned, writes_date
 from draftline.data.tokens import Tokenized, tokenize
+from tests.support.chat_families import stop_ids_of, tokenizer_of
+from tests.support.fakes import CHATML, tiny_tokenizer
 
 USER = Message("user", "say it")
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from chat_families import FAMILIES, TEMPLATES, stop_ids_of, tokenizer_of
 
 from draftline.data.conversations import Conversation, Message, ToolCall
 from draftline.data.dates import pinned, writes_date
 from draftline.data.tokens import Tokenized, tokenize
+from tests.support.chat_families import FAMILIES, TEMPLATES, stop_ids_of, tokenizer_of
 
 DAY = datetime.date(2026, 3, 30)
 LOOK = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import stop_ids_of, tokenizer_of
 
 from draftline.data.conversations import Conversation, read_conversations
 from draftline.data.generated import template_sha256
 from draftline.data.tokens import Tokenized, tokenize
 from draftline.errors import DataError
+from tests.support.chat_families import stop_ids_of, tokenizer_of
 
 FAMILY = "qwq"
 TURNS = [

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 
 from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.errors import DataError, TargetError
-from draftline.model.drafter import Drafter
-from draftline.model.target import Target
-from tests.tiny import (
+from draftline.model.drafter.backbone import Drafter
+from draftline.model.target.target import Target
+from tests.support.tiny import (
     build_drafter,
     build_model,
     build_samples,

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from fakes import tiny_tokenizer
 
 from draftline.data.conversations import Conversation, Message, ToolCall
 from draftline.decode.dialogue import Dialogue
+from tests.support.fakes import tiny_tokenizer
 
 STOP = {2}  # <|im_end|>
 PLAIN = (

@@ -10,8 +10,8 @@ import torch
 from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.decode.differences import Difference, first_differences
 from draftline.decode.evaluate import PlainOutputs, evaluate, score_details
-from draftline.model.target import Target
-from tests.tiny import build_drafter, build_samples, build_shape, build_target
+from draftline.model.target.target import Target
+from tests.support.tiny import build_drafter, build_samples, build_shape, build_target
 
 PROMPTS = [s.input_ids.tolist() for s in build_samples((5, 11, 3), seed=2)]
 

@@ -17,8 +17,15 @@ from draftline.decode import evaluate as module
 from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts, score_table
 from draftline.errors import DataError
-from draftline.model.target import Target
-from tests.tiny import TinyTokenizer, build_drafter, build_samples, build_shape, build_target, teach
+from draftline.model.target.target import Target
+from tests.support.tiny import (
+    TinyTokenizer,
+    build_drafter,
+    build_samples,
+    build_shape,
+    build_target,
+    teach,
+)
 
 PROMPTS = {
     "short": [s.input_ids.tolist() for s in build_samples((3, 9, 4, 6, 2), seed=4)],

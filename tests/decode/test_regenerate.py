@@ -22,8 +22,8 @@ from draftline.decode.regenerate import Regenerated, regenerate
 from draftline.decode.request import Request
 from draftline.decode.sampling import Sampling
 from draftline.errors import DataError
-from draftline.model.target import Target
-from tests.tiny import TinyTokenizer, build_target
+from draftline.model.target.target import Target
+from tests.support.tiny import TinyTokenizer, build_target
 
 # A quarter of the vocabulary ends an answer, so that answers have many lengths.
 STOPS = (3, *range(40, 55))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftline.decode.verify import accept_greedy, accept_sampled, draw, probabilities
-from tests.tiny import chi_square_p
+from tests.support.tiny import chi_square_p
 
 ROWS = 40_000
 

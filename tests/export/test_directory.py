@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import tiny_target_dir
 from safetensors.torch import save_file
 
 from draftline.errors import ConfigError
 from draftline.export.directory import check_replaceable, metadata, replacing
+from tests.support.fakes import tiny_target_dir
 
 
 def write(out: Path, value: float = 1.0) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from draftline.choices import Choices
-from draftline.config_sections import TargetSection
+from draftline.config.sections import TargetSection
 from draftline.errors import ConfigError, FallbackError
 from draftline.export.engines import choose_folding
 from draftline.export.serving import Served, parallel_sizes, serve_lines, serving
 from draftline.export.zlab import build_config, export_zlab
-from tests.tiny import build_drafter, build_shape, build_target
+from tests.support.tiny import build_drafter, build_shape, build_target
 
 CONFIG: dict[str, Any] = {
     "block_size": 16,

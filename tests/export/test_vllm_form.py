@@ -14,12 +14,12 @@ from torch import Tensor
 from draftline.errors import ParityError
 from draftline.export.tensors import fold_embedding_scale
 from draftline.export.zlab import export_zlab, load_zlab
-from draftline.model.drafter import Drafter
+from draftline.model.drafter.backbone import Drafter
+from draftline.model.drafter.masks import draft_masks
 from draftline.model.head import Head
-from draftline.model.masks import draft_masks
-from draftline.model.target import Target
-from tests.export.vllm_reader import vllm_logits
-from tests.tiny import build_drafter, build_shape, build_target
+from draftline.model.target.target import Target
+from tests.support.tiny import build_drafter, build_shape, build_target
+from tests.support.vllm_reader import vllm_logits
 
 IDS = torch.tensor([0, 2, 5, 9, 17, 18, 31, 40, 55, 63])
 SHAPES: list[dict[str, Any]] = [

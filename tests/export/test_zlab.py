@@ -17,12 +17,12 @@ from draftline.errors import ConfigError, ParityError
 from draftline.export import zlab
 from draftline.export.tensors import export_tensors
 from draftline.export.zlab import build_config, export_zlab, load_zlab
-from draftline.model.drafter import Drafter
+from draftline.model.drafter.backbone import Drafter
+from draftline.model.drafter.masks import draft_masks
 from draftline.model.head import Head
 from draftline.model.kv_cache import StaticKV
-from draftline.model.masks import draft_masks
-from draftline.model.target import Target
-from tests.tiny import (
+from draftline.model.target.target import Target
+from tests.support.tiny import (
     build_drafter,
     build_model,
     build_samples,

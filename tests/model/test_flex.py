@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from draftline.model.anchors import Anchors
 from draftline.model.attention import dense_attention, fused_attention
-from draftline.model.masks import block_mask, dense_mask
+from draftline.model.drafter.anchors import Anchors
+from draftline.model.drafter.masks import block_mask, dense_mask
 
 
 @pytest.mark.skipif(

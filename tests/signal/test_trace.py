@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from traces import START_S, Event, Program, Trace, renamed, run, sampled, shot
 
 from draftline.signal.trace import join
+from tests.support.traces import START_S, Event, Program, Trace, renamed, run, sampled, shot
 
 
 def test_nothing_joined_is_an_empty_trace() -> None:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import (
+
+from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
+from draftline.train.loop import train
+from tests.support.runs import (
     WAIT_S,
     assert_same,
     configured,
@@ -23,17 +26,14 @@ from runs import (
     write_talks,
 )
 
-from draftline.train.checkpoint import checkpoint_paths, load_checkpoint
-from draftline.train.loop import train
-
 # Something is in the drafter's fourth update, behind the checkpoint of the second.
 SCRIPT = """
 import sys, threading
 import pytest
-from draftline.cli import main
+from draftline.cli.main import main
 from draftline.runtime import workers
-from draftline.train.step import TrainStep
-from runs import CtrlC, after
+from draftline.train.step.step import TrainStep
+from tests.support.runs import CtrlC, after
 
 mode = sys.argv.pop(1)
 patch, count, forever = pytest.MonkeyPatch(), 0, threading.Event()

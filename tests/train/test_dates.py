@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import CHATML, tiny_target_dir
-from runs import assert_same, configured, events, write_talks
 
+from draftline.checkpoint.restore import restore
 from draftline.choices import Choices
 from draftline.errors import ResumeError
-from draftline.train.inputs import prepare, settle_date
 from draftline.train.loop import train
-from draftline.train.restore import restore
+from draftline.train.plan.inputs import prepare, settle_date
+from tests.support.fakes import CHATML, tiny_target_dir
+from tests.support.runs import assert_same, configured, events, write_talks
 
 DATED = "{{ 'today ' + strftime_now('%d %b %Y') + ' ' }}" + CHATML
 

@@ -15,23 +15,31 @@ from typing import Any
 
 import pytest
 import torch
-from runs import WAIT_S, assert_same, before, configured, worker_threads, workers, write_talks
 
 from draftline import runlog
+from draftline.checkpoint import store as checkpoint
+from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
 from draftline.choices import Choices
-from draftline.config import Config
+from draftline.config.schema import Config
 from draftline.errors import DraftlineError, RunError
 from draftline.runtime import workers as crew
 from draftline.runtime.reduce import Reducer
 from draftline.runtime.ring import Ring
-from draftline.train import checkpoint
-from draftline.train.checkpoint import checkpoint_paths, load_checkpoint
-from draftline.train.forwards import TargetForwards
-from draftline.train.inputs import Inputs, prepare
+from draftline.train.features.forwards import TargetForwards
 from draftline.train.loop import train
-from draftline.train.snapshot import Snapshot
-from draftline.train.step import TrainStep
-from draftline.train.totals import Totals
+from draftline.train.plan.inputs import Inputs, prepare
+from draftline.train.save.snapshot import Snapshot
+from draftline.train.step.step import TrainStep
+from draftline.train.step.totals import Totals
+from tests.support.runs import (
+    WAIT_S,
+    assert_same,
+    before,
+    configured,
+    worker_threads,
+    workers,
+    write_talks,
+)
 
 TARGETS = ("target-0", "target-1")
 DRAFTERS = ("drafter-0", "drafter-1")

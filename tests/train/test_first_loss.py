@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from draftline.choices import Choices
-from draftline.config_file import load_config
+from draftline.config.load import load_config
+from draftline.data.builtin import demo_config
 from draftline.data.packing import build_pack
 from draftline.data.tokens import Sample
-from draftline.demo import demo_config
+from draftline.model.drafter.init import final_gain, init_drafter
 from draftline.model.head import Head
-from draftline.model.init import final_gain, init_drafter
-from draftline.model.target import Target
-from draftline.runtime.compiled import CompileGate
+from draftline.model.target.target import Target
+from draftline.runtime.compile.gate import CompileGate
 from draftline.train.assemble import step_spec as configured_spec
-from draftline.train.inputs import Inputs, epoch_packs, open_target, prepare
-from draftline.train.pack_tensors import PackTensors
-from draftline.train.start import feature_worker, first_drafter
-from draftline.train.step import TrainStep, compile_kernels
-from tests.fakes import tiny_model, tiny_tokenizer
-from tests.tiny import (
+from draftline.train.plan.inputs import Inputs, epoch_packs, open_target, prepare
+from draftline.train.plan.start import feature_worker, first_drafter
+from draftline.train.step.pack_tensors import PackTensors
+from draftline.train.step.step import TrainStep, compile_kernels
+from tests.support.fakes import tiny_model, tiny_tokenizer
+from tests.support.tiny import (
     CPU,
     build_samples,
     build_shape,

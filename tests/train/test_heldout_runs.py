@@ -7,14 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import CtrlC, after, assert_same, configured, events, metrics, workers, write_talks
 
 from draftline.choices import Choices
-from draftline.config import Config
+from draftline.config.schema import Config
 from draftline.errors import ConfigError, DataError
-from draftline.train.inputs import prepare
 from draftline.train.loop import train
-from draftline.train.step import TrainStep
+from draftline.train.plan.inputs import prepare
+from draftline.train.step.step import TrainStep
+from tests.support.runs import (
+    CtrlC,
+    after,
+    assert_same,
+    configured,
+    events,
+    metrics,
+    workers,
+    write_talks,
+)
 
 FIELDS = ("accept_length_heldout", "accept_length_chain", "loss_heldout", "heldout_rounds")
 

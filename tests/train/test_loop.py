@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from draftline.checkpoint.restore import restore
+from draftline.checkpoint.store import CheckpointWriter, checkpoint_paths
+from draftline.choices import Choices
+from draftline.config.schema import Config
+from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError, UserError
+from draftline.train.loop import train
+from draftline.train.plan.inputs import open_target, prepare
+from draftline.train.step.step import TrainStep
+from tests.support.runs import (
     CtrlC,
     after,
     assert_same,
@@ -23,16 +33,6 @@ from runs import (
     worker_threads,
     write_talks,
 )
-from tensorboard.summary.writer.record_writer import RecordWriter
-
-from draftline.choices import Choices
-from draftline.config import Config
-from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError, UserError
-from draftline.train.checkpoint import CheckpointWriter, checkpoint_paths
-from draftline.train.inputs import open_target, prepare
-from draftline.train.loop import train
-from draftline.train.restore import restore
-from draftline.train.step import TrainStep
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_a_non_finite_step_stops_the_run_and_keeps_the_last_checkpoint(
 def test_a_full_disk_at_the_end_is_an_error_and_earlier_checkpoints_stay(
     config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftline.train import checkpoint
+    from draftline.checkpoint import store as checkpoint
 
     def save(_: str, tensors: Any, path: Path) -> None:
         if "00000008" in str(path):

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import (
+
+from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
+from draftline.config.schema import Config
+from draftline.train.loop import train
+from tests.support.runs import (
     assert_same,
     configured,
     environment,
@@ -19,18 +23,14 @@ from runs import (
     write_talks,
 )
 
-from draftline.config import Config
-from draftline.train.checkpoint import checkpoint_paths, load_checkpoint
-from draftline.train.loop import train
-
 WAIT_S = 100.0
 # Rank and fault come from the environment; the fault is in machine 1's fifth update.
 SCRIPT = """
 import os
 import pytest
-from draftline.cli import main
-from draftline.train.step import TrainStep
-from runs import CtrlC, after
+from draftline.cli.main import main
+from draftline.train.step.step import TrainStep
+from tests.support.runs import CtrlC, after
 
 patch, count = pytest.MonkeyPatch(), 0
 press = CtrlC(patch)

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faulty_runs import MARKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import (
+
+from draftline.signal.judge.evidence import Evidence, gather
+from draftline.signal.trace import LEVELS, TOTALS
+from tests.support.faulty_runs import MARKS
+from tests.support.traces import (
     EAGER,
     FLOOR_MIB,
     GIB,
@@ -26,9 +29,6 @@ from traces import (
     saw,
     stairs,
 )
-
-from draftline.signal.judge.evidence import Evidence, gather
-from draftline.signal.trace import LEVELS, TOTALS
 
 
 def seen(trace: Trace) -> Evidence:

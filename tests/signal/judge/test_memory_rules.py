@@ -6,12 +6,22 @@ import re
 
 import numpy as np
 import pytest
-from faulty_runs import MARKS, STEPS
-from traces import CONTEXT_MIB, FLOOR_MIB, RESERVED_MIB, TOTAL_MIB, Trace, run, saw, shot, stairs
 
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.findings import find_causes
 from draftline.signal.judge.memory_rules import leak
+from tests.support.faulty_runs import MARKS, STEPS
+from tests.support.traces import (
+    CONTEXT_MIB,
+    FLOOR_MIB,
+    RESERVED_MIB,
+    TOTAL_MIB,
+    Trace,
+    run,
+    saw,
+    shot,
+    stairs,
+)
 
 AT = np.arange(STEPS)
 

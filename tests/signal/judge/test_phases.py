@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import (
+
+from draftline.signal.judge.evidence import gather
+from draftline.signal.judge.phases import SETTLING_STEPS, Phase, find_phases, steady_windows
+from draftline.signal.judge.verdict import judge
+from draftline.signal.trace import Samples
+from tests.support.traces import (
     CONTEXT_MIB,
     RESERVED_MIB,
     START_S,
@@ -20,11 +25,6 @@ from traces import (
     shifted,
     stairs,
 )
-
-from draftline.signal.judge.evidence import gather
-from draftline.signal.judge.phases import SETTLING_STEPS, Phase, find_phases, steady_windows
-from draftline.signal.judge.verdict import judge
-from draftline.signal.trace import Samples
 
 MARKS = ((-1, "load"), (0, "warm"), (4, "run"))
 PLATEAU_MIB = RESERVED_MIB + CONTEXT_MIB

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faulty_runs import MARKS, STEPS
-from plausible import AT, QUIET, causes, compiled_at, said, slow
-from traces import (
+
+from draftline.signal.judge.verdict import judge
+from tests.support.faulty_runs import MARKS, STEPS
+from tests.support.plausible import AT, QUIET, causes, compiled_at, said, slow
+from tests.support.traces import (
     CONTEXT_MIB,
     EAGER,
     FLOOR_MIB,
@@ -20,8 +22,6 @@ from traces import (
     shot,
     stairs,
 )
-
-from draftline.signal.judge.verdict import judge
 
 EXCURSIONS = np.where((AT % 80 > 60) & (AT % 80 < 67), RESERVED_MIB + 500, RESERVED_MIB)
 SHORT = {

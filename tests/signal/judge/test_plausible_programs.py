@@ -9,9 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faulty_runs import MARKS, STEPS
-from plausible import AT, QUIET, causes, compiled_at, said, slow
-from traces import (
+
+from draftline.signal.judge.cause import FAULTS
+from draftline.signal.judge.verdict import judge
+from draftline.signal.trace import join
+from tests.support.faulty_runs import MARKS, STEPS
+from tests.support.plausible import AT, QUIET, causes, compiled_at, said, slow
+from tests.support.traces import (
     CAPTURED,
     COMPILED,
     EAGER,
@@ -26,10 +30,6 @@ from traces import (
     shifted,
     stairs,
 )
-
-from draftline.signal.judge.cause import FAULTS
-from draftline.signal.judge.verdict import judge
-from draftline.signal.trace import join
 
 both_ways = pytest.mark.parametrize("marks", [MARKS, ()], ids=["marked", "unmarked"])
 

@@ -8,20 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faulty_runs import FAULTS, HEALTHY, MARKS, STEPS
-from traces import (
-    COMPILED,
-    CONTEXT_MIB,
-    EAGER,
-    FLOOR_MIB,
-    GIB,
-    RESERVED_MIB,
-    TOTAL_MIB,
-    Trace,
-    counter,
-    run,
-    stairs,
-)
 
 from draftline.signal.judge.cause import CAUSES, because, last_text
 from draftline.signal.judge.cause import FAULTS as FAULT_NAMES
@@ -37,6 +23,20 @@ from draftline.signal.judge.memory_rules import (
     unbounded_shapes,
 )
 from draftline.signal.trace import TOTALS, Event
+from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS, STEPS
+from tests.support.traces import (
+    COMPILED,
+    CONTEXT_MIB,
+    EAGER,
+    FLOOR_MIB,
+    GIB,
+    RESERVED_MIB,
+    TOTAL_MIB,
+    Trace,
+    counter,
+    run,
+    stairs,
+)
 
 RULES = {
     rule.__name__: rule

@@ -8,8 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faulty_runs import FAULTS, HEALTHY, MARKS
-from traces import (
+
+from draftline.signal.judge.cause import CAUSES
+from draftline.signal.judge.shape import SHAPES
+from draftline.signal.judge.verdict import Verdict, judge, report_lines
+from draftline.signal.trace import join
+from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS
+from tests.support.traces import (
     EAGER,
     RESERVED_MIB,
     Trace,
@@ -20,11 +25,6 @@ from traces import (
     shot,
     stairs,
 )
-
-from draftline.signal.judge.cause import CAUSES
-from draftline.signal.judge.shape import SHAPES
-from draftline.signal.judge.verdict import Verdict, judge, report_lines
-from draftline.signal.trace import join
 
 ALL = {name: build for name, (_, _, build) in FAULTS.items()} | HEALTHY
 

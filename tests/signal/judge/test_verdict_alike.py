@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faulty_runs import FAULTS, HEALTHY, MARKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import Event, Trace, raised, renamed, resampled, run, shifted
 
 from draftline.signal.judge.verdict import judge
 from draftline.signal.trace import join
+from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS
+from tests.support.traces import Event, Trace, raised, renamed, resampled, run, shifted
 
 ALL = {name: build for name, (_, _, build) in FAULTS.items()} | HEALTHY
 

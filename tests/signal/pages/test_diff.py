@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from recorded_runs import CONFIG, GIB, Row, recompiling, write_run
 
 from draftline.errors import ConfigError
 from draftline.signal.pages.diff import Difference, compare
 from draftline.signal.pages.diff_rules import RULES, rule_for
+from tests.support.recorded_runs import CONFIG, GIB, Row, recompiling, write_run
 
 
 def whats(difference: Difference) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, write_run
 
 from draftline.errors import ConfigError
 from draftline.signal.judge.cause import Cause
@@ -23,6 +22,7 @@ from draftline.signal.pages.diff import compare
 from draftline.signal.pages.report import write_report
 from draftline.signal.pages.report_verdict import verdict_card
 from draftline.signal.pages.run_facts import read_run
+from tests.support.recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, write_run
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded_runs import STEPS, Row, write_run
 
 from draftline.errors import ConfigError
 from draftline.signal.pages.run_facts import flatten, read_run
+from tests.support.recorded_runs import STEPS, Row, write_run
 
 
 def test_a_whole_run(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_runs import write_run
 
 from draftline.signal.pages.diff import compare_facts
 from draftline.signal.pages.run_facts import read_run
+from tests.support.recorded_runs import write_run
 
 
 def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:

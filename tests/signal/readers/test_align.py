@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recordings import (
+
+from draftline.signal.readers.read import read_trace
+from draftline.signal.trace import Trace
+from tests.support.recordings import (
     MIB,
     START_S,
     UUIDS,
@@ -18,9 +21,6 @@ from recordings import (
     step_row,
     write,
 )
-
-from draftline.signal.readers.read import read_trace
-from draftline.signal.trace import Trace
 
 HOUR = 3600.0
 

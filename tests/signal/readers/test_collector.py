@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recordings import START_S, json_lines, recording_rows, step_row, write
-from trace_checks import assert_same, assert_sound
 
 from draftline.signal.readers.read import read_trace
 from draftline.signal.trace import Event, Trace
+from tests.support.recordings import START_S, json_lines, recording_rows, step_row, write
+from tests.support.trace_checks import assert_same, assert_sound
 
 
 def read(path: Path, rows: list[dict[str, Any]]) -> Trace:

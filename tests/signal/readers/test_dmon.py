@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recordings import MIB, START_S, dmon, pmon, query_csv, used_mib, write
 
 from draftline.signal.readers.read import read_trace
 from draftline.signal.trace import Trace
+from tests.support.recordings import MIB, START_S, dmon, pmon, query_csv, used_mib, write
 
 
 def read(path: Path, text: str) -> Trace:

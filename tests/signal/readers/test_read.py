@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recordings import (
+
+from draftline.errors import ConfigError
+from draftline.signal.readers.read import read_trace
+from tests.support.recordings import (
     MIB,
     START_S,
     TRACES,
@@ -31,10 +34,7 @@ from recordings import (
     table,
     write,
 )
-from trace_checks import assert_same, assert_sound, mutated
-
-from draftline.errors import ConfigError
-from draftline.signal.readers.read import read_trace
+from tests.support.trace_checks import assert_same, assert_sound, mutated
 
 NAMES = ("graph", "leak", "eager_flex")
 SNAPSHOT = {

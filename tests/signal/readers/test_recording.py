@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recordings import START_S, TRACES, json_lines, recording_rows, step_row, write
-from trace_checks import assert_same, assert_sound
 
 from draftline.errors import ConfigError
 from draftline.signal import latest
 from draftline.signal.readers.read import read_trace
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.trace import Event
+from tests.support.recordings import START_S, TRACES, json_lines, recording_rows, step_row, write
+from tests.support.trace_checks import assert_same, assert_sound
 
 
 def run_directory(path: Path, starts: int = 1) -> Path:

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recordings import (
+
+from draftline.signal.readers.columns import read_bytes, read_quantity
+from draftline.signal.readers.read import read_trace
+from draftline.signal.trace import Trace
+from tests.support.recordings import (
     BUSES,
     MIB,
     START_S,
@@ -22,11 +26,7 @@ from recordings import (
     used_mib,
     write,
 )
-from trace_checks import assert_same
-
-from draftline.signal.readers.columns import read_bytes, read_quantity
-from draftline.signal.readers.read import read_trace
-from draftline.signal.trace import Trace
+from tests.support.trace_checks import assert_same
 
 TIMED = ("timestamp", "index", "used", "util")
 

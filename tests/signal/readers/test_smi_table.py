@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recordings import MIB, START_S, TRACES, table, used_mib, write
 
 from draftline.signal.readers.read import read_trace
 from draftline.signal.readers.screen import replay
 from draftline.signal.readers.smi_table import recognises
 from draftline.signal.trace import Trace
+from tests.support.recordings import MIB, START_S, TRACES, table, used_mib, write
 
 
 def read(path: Path, text: str) -> Trace:

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recordings import START_S, write
-from trace_checks import mutated
 
 from draftline.errors import ConfigError
 from draftline.signal.readers import snapshot as module
 from draftline.signal.readers.plain_pickle import HostilePickleError, PickleError, load_plain
 from draftline.signal.readers.read import read_trace
 from draftline.signal.readers.snapshot import read_snapshot
+from tests.support.recordings import START_S, write
+from tests.support.trace_checks import mutated
 
 MIB = 1 << 20
 KEYS = ("a", "b", "segments", "blocks")

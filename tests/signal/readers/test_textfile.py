@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from recordings import write
 
 from draftline.errors import ConfigError
 from draftline.signal.readers import textfile
 from draftline.signal.readers.textfile import TextFile
+from tests.support.recordings import write
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_cuda import FakeCuda, idle, stats
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftline.signal.recorder import counters
 from draftline.signal.recorder.counters import Compile, Rising, allocator_values
+from tests.support.fake_cuda import FakeCuda, idle, stats
 
 EVERYTHING = {
     "allocator_calls": 7,

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_cuda import FakeCuda
 
 from draftline.signal.recorder.hooks import CompileHooks
 from draftline.signal.trace import Event
+from tests.support.fake_cuda import FakeCuda
 
 
 class Watched:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fake_cuda import FakeCuda, idle, stats
 
 from draftline.signal.recorder.counters import CudaDevice
 from draftline.signal.recorder.naming import DeviceNames, driver_name
 from draftline.signal.recorder.nvml import Device
+from tests.support.fake_cuda import FakeCuda, idle, stats
 
 DRIVER = [Device(str(i), f"GPU-{uuid}", "NVIDIA H200", None) for i, uuid in enumerate("abcd")]
 MIG = [*DRIVER, Device("MIG-e", "MIG-e", "NVIDIA H200 MIG 1g.18gb", None)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import ALL_ONES, GIB, FakeNvml, NoPermission, NotSupported, NVMLError, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,15 @@ from draftline.signal.recorder.nvml import (
     parse_rows,
     process_bytes,
     told_processes,
+)
+from tests.support.fake_nvml import (
+    ALL_ONES,
+    GIB,
+    FakeNvml,
+    NoPermission,
+    NotSupported,
+    NVMLError,
+    gpu,
 )
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeCuda, idle, stats
-from fake_nvml import GIB, FakeNvml, gpu
 
 from draftline import signal
 from draftline.errors import ConfigError
@@ -24,6 +22,8 @@ from draftline.signal.recorder.nvml import Reading
 from draftline.signal.recorder.record import Recorder, command_line
 from draftline.signal.recorder.session import SESSION
 from draftline.signal.trace import TOTALS, Event
+from tests.support.fake_cuda import FakeCuda, idle, stats
+from tests.support.fake_nvml import GIB, FakeNvml, gpu
 
 
 @pytest.fixture(autouse=True)

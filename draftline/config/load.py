@@ -1,0 +1,116 @@
+"""Reading a configuration: one YAML file plus dotted overrides, and errors that name the right key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from draftline.config.faults import explain, shown
+from draftline.config.schema import Config
+from draftline.config.yaml_text import parse_yaml, read_yaml_text
+from draftline.errors import ConfigError
+
+_MOST_SECTIONS = 16
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in `path` with dotted `key=value` overrides applied, checked whole.
+
+    Raises:
+        ConfigError: unreadable file, bad YAML, unknown key, wrong type, clashing keys.
+    """
+    try:
+        text = read_yaml_text(path)
+    except FileNotFoundError:
+        raise ConfigError(f"config {path} does not exist; see configs/ for examples") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config {path} cannot be read: {error}") from None
+    tree = parse_yaml(text, f"config {path}")
+    if tree is None:
+        raise ConfigError(f"config {path} is empty; see configs/ for examples")
+    if not isinstance(tree, dict):
+        kind = "a list" if isinstance(tree, list) else f"only {str(tree)[:40]!r}"
+        raise ConfigError(f"config {path} holds {kind}, not keys with their values")
+    return build_config(tree, overrides)
+
+
+def build_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A checked configuration from nested mappings and dotted overrides; raises ConfigError."""
+    try:
+        merged: dict[str, Any] = json.loads(json.dumps(tree, default=str))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"configuration: no plain values: {error}") from None
+    for item in overrides:
+        _apply_override(merged, item)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Dotted key -> (old value, new value) wherever two configuration trees differ."""
+    changed: dict[str, Any] = {}
+    for key in [*old, *(k for k in new if k not in old)]:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changed |= changed_keys(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changed[prefix + key] = (before, after)
+    return changed
+
+
+def _apply_override(tree: dict[str, Any], item: str) -> None:
+    key, equals, text = item.partition("=")
+    item = shown(item)
+    if not equals or not key:
+        raise ConfigError(f"override {item} is not key=value, such as train.steps=200")
+    value = parse_yaml(text, f"override {item}: the value")
+    node = tree
+    *sections, leaf = key.split(".")
+    if len(sections) > _MOST_SECTIONS:
+        raise ConfigError(f"override {item}: no key lies in {len(sections)} sections")
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"override {item}: {section} is {shown(child)} here, not a section with keys"
+            )
+        node = child
+    node[leaf] = value
+
+
+class KeyHelp(BaseModel):
+    """One line of the schema for people."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def describe_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[KeyHelp]:
+    """Every key with its type, default and meaning, in the order of the file."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from describe_keys(annotation, f"{prefix}{name}.")
+            continue
+        kind = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+        default = (
+            "required"
+            if field.is_required()
+            else repr(field.get_default(call_default_factory=True))
+        )
+        yield KeyHelp(
+            name=prefix + name,
+            type=kind.replace("typing.", ""),
+            default=default,
+            meaning=field.description or "",
+        )

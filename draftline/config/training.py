@@ -1,0 +1,143 @@
+"""The sections of a configuration that say what a run does: features, training, signal, evaluation.
+
+The descriptions are what `draftline config schema` prints.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from draftline.config.sections import MOST, MOST_STEPS, MOST_TOKENS, Section, expanded
+
+
+class FeatureSection(Section):
+    source: Literal["online", "memory", "disk"] = Field(
+        "online",
+        description="online runs the target every step; memory and disk compute every feature once.",
+    )
+    dir: str | None = Field(None, description="Folder of the disk cache; null: inside run.dir.")
+    noise: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="Deviation of Gaussian noise on features: absolute, or in units of each "
+        "channel's scale with drafter.feature_scale.",
+    )
+
+    _paths = field_validator("dir")(expanded)
+
+    @model_validator(mode="after")
+    def _check(self) -> FeatureSection:
+        if self.dir is not None and self.source != "disk":
+            raise ValueError(
+                f"features.dir={self.dir} clashes with features.source={self.source}: only the "
+                "disk cache has a folder"
+            )
+        return self
+
+
+class TrainSection(Section):
+    steps: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Optimizer steps; give this or epochs."
+    )
+    epochs: float | None = Field(
+        None, gt=0, le=1e6, description="Passes over the data; or give steps."
+    )
+    packs_per_step: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="Packs whose gradients one step averages, over all drafters and machines; null: "
+        "one a drafter.",
+    )
+    learning_rate: float = Field(6e-4, gt=0, le=1e3, description="Peak learning rate of AdamW.")
+    warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of steps of linear warm-up.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the cosine, of the peak.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
+    weight_decay: float = Field(
+        0.0, ge=0, le=1e3, description="AdamW weight decay (matrices only)."
+    )
+    clip: float | None = Field(
+        1.0, gt=0, le=1e30, description="Global gradient norm; null: no clipping."
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of an average of the weights that is evaluated and "
+        "exported instead of the last ones; null: no average.",
+    )
+    log_every: int = Field(10, ge=1, le=MOST, description="Steps between metrics.")
+    eval_every: int = Field(
+        500,
+        ge=1,
+        le=MOST,
+        description="Steps between two measurements on data.heldout; the last step has one too.",
+    )
+    checkpoint_every: int = Field(500, ge=1, le=MOST, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=2, le=MOST, description="Newest checkpoints kept.")
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(
+        ["tensorboard"], description="Besides the JSONL metrics."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainSection:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"train.steps={self.steps} clashes with train.epochs={self.epochs}: give one of them"
+            )
+        if self.steps is None and self.epochs is None:
+            raise ValueError("train.steps or train.epochs is needed: give one of them")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={list(self.betas)}: each is at least 0 and under 1")
+        return self
+
+
+class SignalSection(Section):
+    launch_steps: int = Field(
+        300,
+        ge=1,
+        le=MOST,
+        description="Steps after the warm-up that belong to the launch: memory that moves in them means "
+        "a broken launch.",
+    )
+    on_volatile: Literal["stop", "warn"] | None = Field(
+        None,
+        description="What follows when this program's memory is not flat; null: stop in the launch, "
+        "warn later.",
+    )
+    hz: float = Field(
+        5.0,
+        ge=1e-3,
+        le=100,
+        description="Samples of device memory a second, by a thread of its own.",
+    )
+    notify: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Program and arguments that get each finding about memory on standard input.",
+    )
+
+
+class EvaluateSection(Section):
+    prompts: dict[str, str] = Field(
+        default_factory=dict, description="Name -> prompt file (or builtin:demo-heldout)."
+    )
+    temperatures: list[float] = Field(default_factory=lambda: [0.0], description="One table each.")
+    max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS, description="Tokens generated a prompt.")
+    batch_size: int = Field(8, ge=1, le=MOST_TOKENS, description="Prompts decoded together.")
+    limit: int | None = Field(
+        None, ge=1, le=MOST, description="First prompts of each file; null: all."
+    )
+    plain: bool = Field(True, description="Also decode without the drafter: speed and identity.")
+
+    _paths = field_validator("prompts")(expanded)
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluateSection:
+        bad = [t for t in self.temperatures if not 0 <= t <= 1e6]
+        if bad:
+            raise ValueError(f"evaluate.temperatures={bad}: a temperature is 0 or more, to 1e6")
+        return self

@@ -1,0 +1,303 @@
+"""The threads of a run: targets compute packs into the rings of the drafters, which train on them.
+
+Every worker warms up on its own thread and stream, one after another, before the gate is sealed and
+all of them start. At the boundary of a step drafter 0, the lead, decides for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from draftline.data.tokens import Sample
+from draftline.runtime.compile.gate import CompileGate
+from draftline.runtime.devices import synchronize
+from draftline.runtime.reduce import Reducer
+from draftline.runtime.ring import Ring, RunAhead, Slot, Turns, WaitMeter
+from draftline.runtime.workers import Crew, Stopped, Worker
+from draftline.train.features.cache import FeatureWorker
+from draftline.train.features.feed import Feed, Job
+from draftline.train.pipeline.boundary import Boundary, Duties
+from draftline.train.step.heldout import HeldOut
+from draftline.train.step.pack_tensors import PackStager, PackTensors
+from draftline.train.step.step import TrainStep
+
+# Steps that a host may be ahead of its device: enough to keep it busy, few enough to stop soon.
+_AHEAD = 2
+
+
+class Pipeline:
+    """N feature workers and M drafters, from the warm-up to the last step."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        gate: CompileGate,
+        *,
+        steps: Sequence[TrainStep],
+        features: Sequence[FeatureWorker],
+        feature_devices: Sequence[tuple[torch.device, ...]],
+        slots: Sequence[int],
+        samples: Sequence[Sample],
+        token_budget: int,
+        block_size: int,
+        feed: Feed,
+        reducer: Reducer,
+        accumulate: int,
+        first_step: int,
+        duties: Duties,
+        heldout: HeldOut | None = None,
+    ) -> None:
+        """Allocates the rings and makes the workers; nothing runs before `run`."""
+        self._crew, self._gate, self._feed, self._reducer = crew, gate, feed, reducer
+        self._steps, self._features = list(steps), list(features)
+        self._samples, self._budget, self._block_size = samples, token_budget, block_size
+        self._accumulate, self._first_step, self._duties = accumulate, first_step, duties
+        self._heldout = heldout
+        self._boundary = Boundary(len(steps))
+        # Nothing is added up: the gradients are used where the first graph left them, and no other
+        # graph may run between the two.
+        self._in_place = steps[0].optimizer.grad is None
+        self.rings = [
+            Ring(
+                f"drafter-{index}",
+                [
+                    PackTensors.empty(token_budget, step.width, step.dtype, step.device).tensors()
+                    for _ in range(count)
+                ],
+            )
+            for index, (step, count) in enumerate(zip(steps, slots, strict=True))
+        ]
+        drafters = [crew.worker(f"drafter-{i}", step.device) for i, step in enumerate(steps)]
+        targets = [
+            crew.worker(f"target-{i}", devices[0]) for i, devices in enumerate(feature_devices)
+        ]
+        self.drafter_waits = [WaitMeter() for _ in drafters]
+        self.target_waits = [WaitMeter() for _ in targets]
+        used = [step.device for step in steps] + [d for ds in feature_devices for d in set(ds)]
+        self._turns = {device: Turns() for device in set(used) if used.count(device) > 1}
+        self._spans = list(feature_devices)
+        self._order = [*drafters, *targets]
+        self._warm_condition = threading.Condition()
+        self._warmed = self._settled = self._ended = 0
+        self._sealed = False
+        crew.on_stop.append(reducer.abort)
+
+    def run(self, look: Callable[[], None], sealed: Callable[[], None]) -> None:
+        """Warms, seals, trains to the step at which the lead does not go on.
+
+        `look` is called some twenty times a second by this thread, `sealed` once, when everything is
+        warm and nobody runs yet. Raises the first failure of any worker.
+        """
+
+        def watch() -> None:
+            with self._warm_condition:
+                ready = self._settled == len(self._order) and not self._sealed
+            if ready:
+                self._gate.seal()
+                sealed()
+                with self._warm_condition:
+                    self._sealed = True
+                    self._warm_condition.notify_all()
+            look()
+
+        devices = {step.device for step in self._steps} | {d for ds in self._spans for d in ds}
+        for device in devices:
+            # Workers' streams do not wait for what this thread queued: weights, a restored state.
+            synchronize(device)
+        targets = self._order[len(self._steps) :]
+        for index, worker in enumerate(self._order[: len(self._steps)]):
+            self._crew.start(worker, lambda w, i=index: self._draft(w, i))  # type: ignore[misc]
+        for index, worker in enumerate(targets):
+            self._crew.start(worker, lambda w, i=index: self._compute(w, i))  # type: ignore[misc]
+        self._crew.watch(watch)
+        for device in devices:
+            synchronize(device)
+        self._gate.check()
+
+    # Warming
+
+    def _warm(self, worker: Worker, name: str, call: Callable[[], None], captures: bool) -> None:
+        """Runs `call` when it is the worker's turn; returns when everybody has been."""
+        place = self._order.index(worker)
+        condition = self._warm_condition
+        with condition:
+            worker.wait_until(condition, lambda: self._warmed == place, "the others' warm-up")
+        worker.doing("warm-up", self._first_step)
+        self._gate.warm(name, worker.device, call, captures=captures)
+        synchronize(worker.device)
+        with condition:
+            self._warmed += 1
+            condition.notify_all()
+            everybody = len(self._order)
+            worker.wait_until(condition, lambda: self._warmed == everybody, "the others' warm-up")
+
+    def _settle(self, worker: Worker) -> None:
+        """Says that the worker is ready; returns when the gate is sealed."""
+        with self._warm_condition:
+            self._settled += 1
+            worker.wait_until(self._warm_condition, lambda: self._sealed, "the seal")
+
+    # Targets
+
+    def _compute(self, worker: Worker, index: int) -> None:
+        features = self._features[index]
+        stager = PackStager(
+            self._budget, self._block_size, features.row, worker.device, depth=_AHEAD + 1
+        )
+        self._warm(worker, f"target-{index}", features.warm, captures=False)
+        with self._turn(worker, self._spans[index]), self._gate.running():
+            features.settle()
+        # Once into every ring, so that no pair of devices meets for the first time in the run.
+        for ring in self.rings:
+            self._copy(stager, ring.first_slot)
+        synchronize(worker.device)
+        self._settle(worker)
+        ahead, meter = RunAhead(_AHEAD), self.target_waits[index]
+        while (job := self._feed.next()) is not None:
+            worker.doing("target forward", job.step + 1)
+            self._feature_pack(worker, index, features, stager, job)
+            worker.doing("hand-over", job.step + 1)
+            ring = self.rings[job.drafter]
+            with meter.measure(worker):
+                slot = ring.acquire(job.sequence, worker)
+            self._copy(stager, slot)
+            ring.publish(job.sequence, job.number, worker)
+            ahead.mark(worker)
+
+    @staticmethod
+    def _copy(stager: PackStager, slot: Slot) -> None:
+        for name, tensor in slot.tensors.items():
+            tensor.copy_(stager.pack[name], non_blocking=True)
+
+    def _feature_pack(
+        self, worker: Worker, index: int, features: FeatureWorker, stager: PackStager, job: Job
+    ) -> None:
+        with self._turn(worker, self._spans[index]), self._gate.running():
+            features.run(self._samples, job.pack)
+            stager.fill(self._samples, job.pack)
+
+    # Drafters
+
+    def _draft(self, worker: Worker, index: int) -> None:
+        step, lead = self._steps[index], index == 0
+
+        heldout = self._heldout if lead else None
+
+        def warm() -> None:
+            step.compile()
+            if heldout is not None:
+                heldout.compile()
+            step.capture()
+            if heldout is not None:
+                heldout.capture()
+
+        self._warm(worker, f"drafter-{index} step", warm, captures=True)
+        # After all captures, which give back what lies unused: this takes memory once, and for good.
+        self._reduce(worker, index, self._first_step)
+        self._compare(worker, index, self._first_step)
+        self._settle(worker)
+        ahead = RunAhead(_AHEAD)
+        pending: int | None = None
+        number = self._first_step
+        while self._goes_on(number, worker, lead):
+            self._step(worker, index, number)
+            number += 1
+            if pending is not None:
+                self._report(worker, index, pending)
+                pending = None
+            if self._duties.reports(number):
+                step.totals.begin_read()
+                pending = number
+            if self._duties.compares(number):
+                self._compare(worker, index, number)
+            ahead.mark(worker)
+            if lead:
+                worker.doing("checkpoint", number)
+                self._duties.finished(number)
+            if heldout is not None and self._duties.measures(number):
+                self._measure(worker, heldout, number)
+        if pending is not None:
+            self._report(worker, index, pending)
+        with self._warm_condition:
+            self._ended += 1
+            last = self._ended == len(self._steps)
+        if last:
+            # The targets may be waiting for slots that nobody will free.
+            self._crew.stop()
+
+    def _goes_on(self, number: int, worker: Worker, lead: bool) -> bool:
+        worker.doing("step boundary", number)
+        if lead:
+            answer = self._duties.go_on(number)
+            self._boundary.decide(number, answer)
+            return answer
+        return self._boundary.decision(number, worker)
+
+    def _step(self, worker: Worker, index: int, number: int) -> None:
+        step, ring = self._steps[index], self.rings[index]
+        devices = (worker.device,)
+        for _ in range(self._accumulate):
+            worker.doing("taking a pack", number + 1)
+            with self.drafter_waits[index].measure(worker):
+                slot = ring.take(worker)
+            worker.doing("forward and backward", number + 1)
+            with self._turn(worker, devices), self._gate.running():
+                step.stage(slot.tensors)
+                pack = slot.number
+                ring.release(worker)
+                step.gradients(pack)
+                if self._in_place:
+                    step.update()
+        if not self._in_place:
+            self._reduce(worker, index, number + 1)
+            worker.doing("update", number + 1)
+            with self._turn(worker, devices), self._gate.running():
+                step.update()
+
+    def _measure(self, worker: Worker, heldout: HeldOut, number: int) -> None:
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            with self._turn(worker, (worker.device,)), self._gate.running():
+                yield
+
+        score = heldout.measure(turn, lambda: worker.doing("held-out measurement", number))
+        self._duties.measured(number, score)
+
+    def _report(self, worker: Worker, index: int, step: int) -> None:
+        worker.doing("report", step)
+        self._boundary.give(step, self._steps[index].totals.finish_read())
+        if index == 0:
+            self._duties.report(step, self._boundary.collect(step, worker))
+
+    def _reduce(self, worker: Worker, index: int, number: int) -> None:
+        worker.doing("gradient sum", number)
+        with worker.waiting("the other drafters' gradients"), _called_off():
+            self._reducer.reduce(index)
+
+    def _compare(self, worker: Worker, index: int, number: int) -> None:
+        worker.doing("comparison of the drafters", number)
+        with worker.waiting("the other drafters' checksums"), _called_off():
+            self._reducer.check_replicas(index, self._steps[index].optimizer.working, number)
+
+    @contextlib.contextmanager
+    def _turn(self, worker: Worker, devices: Sequence[torch.device]) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            # In one order everywhere, so that two workers over several devices cannot block
+            # each other.
+            for device in sorted(set(devices), key=str):
+                if device in self._turns:
+                    held.enter_context(self._turns[device].turn(worker))
+            yield
+
+
+@contextlib.contextmanager
+def _called_off() -> Iterator[None]:
+    """The reducer's own failure is raised in one thread; in the others it only ends the work."""
+    try:
+        yield
+    except threading.BrokenBarrierError:
+        raise Stopped from None

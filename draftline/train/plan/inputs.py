@@ -1,0 +1,344 @@
+"""From a configuration to what a run is about, before a weight is loaded: facts, samples, shape."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftline.choices import Choices
+from draftline.config.schema import Config
+from draftline.data.builtin import resolve_data
+from draftline.data.conversations import NOTES, Reading, Reject, read_conversations
+from draftline.data.dates import pinned, writes_date
+from draftline.data.heldout import Split, count_conversations, hold_out, leave_out
+from draftline.data.packing import PackPlan, plan_packs
+from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
+from draftline.errors import DataError, TargetError
+from draftline.model.drafter.backbone import DrafterShape
+from draftline.model.drafter.init import build_shape
+from draftline.model.drafter.vocabulary import choose_draft_vocabulary, choose_mask_token
+from draftline.model.target.facts import TargetFacts, read_facts
+from draftline.model.target.target import Target, load_target
+from draftline.progress import doing
+from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
+from draftline.train.plan.placement import device_type
+
+log = logging.getLogger(__name__)
+
+# English in the vocabularies of today; code and other languages take more tokens.
+_CHARACTERS_A_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is known before a weight is loaded. `token_ids [draft_vocab]` int64 on the CPU, or None
+    for the whole vocabulary; `cut_turns` answers begin behind data.max_length; `estimated` says
+    that lengths are guessed and the samples' ids mean nothing: fit for a plan, not for a run;
+    `heldout` are samples that no step trains on. `notes` counts what was changed in rows that are
+    kept, or not used of them, by the words of `conversations.NOTES`; `date` is the day that the chat
+    template wrote, None where it writes none."""
+
+    facts: TargetFacts
+    samples: tuple[Sample, ...]
+    rejects: tuple[Reject, ...]
+    rows: int
+    supervised_tokens: int
+    cut_turns: int
+    shape: DrafterShape
+    token_ids: Tensor | None
+    estimated: bool = False
+    heldout: tuple[Sample, ...] = ()
+    notes: Mapping[str, int] = field(default_factory=dict)
+    date: datetime.date | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.input_ids) for s in self.samples)
+
+    def summary(self) -> str:
+        """One line about the data, rejected rows by reason included."""
+        about = "about " if self.estimated else ""
+        text = (
+            f"data: {len(self.samples)} samples of {self.rows} rows, {about}{self.tokens} tokens, "
+            f"{self.supervised_tokens} supervised"
+        )
+        if self.heldout:
+            text += f"; {count_conversations(self.heldout)} conversations held out"
+        if cut := sum(s.truncated for s in self.samples):
+            text += f"; {cut} samples end early (data.max_length, or cut by their generator)"
+        if self.cut_turns:
+            text += f"; {self.cut_turns} answers lie behind data.max_length"
+        if self.rejects:
+            counts = Counter(r.reason for r in self.rejects)
+            text += "; left out " + ", ".join(f"{n} {reason}" for reason, n in counts.items())
+        if self.notes:
+            text += "; noted " + ", ".join(f"{n} {note}" for note, n in self.notes.items())
+        return text
+
+
+def open_facts(config: Config, device_type: str, choices: Choices | None = None) -> TargetFacts:
+    """The facts of the target of `config`, for workers on `device_type`; loads no weight."""
+    return read_facts(
+        config.target.path,
+        dtype=config.target.dtype,
+        taps=config.target.tap_layers,
+        num_taps=config.target.num_taps,
+        trust_remote_code=config.target.trust_remote_code,
+        device_type=device_type,
+        choices=choices,
+    )
+
+
+def open_target(
+    config: Config, choices: Choices, devices: Sequence[torch.device] | None = None
+) -> Target:
+    """The target of `config`, over `devices` or on the one that run.device says."""
+    if devices is None:
+        devices = (pick_device(config.run.device, choices),)
+    with doing(f"loading the weights of {config.target.path}"):
+        return load_target(
+            config.target.path,
+            device=devices[0] if len(devices) == 1 else devices,
+            dtype=config.target.dtype,
+            taps=config.target.tap_layers,
+            num_taps=config.target.num_taps,
+            trust_remote_code=config.target.trust_remote_code,
+            context=config.data.max_length,
+            choices=choices,
+        )
+
+
+def epoch_packs(config: Config, samples: Sequence[Sample], epoch: int) -> PackPlan:
+    """The packs of one epoch, in their order."""
+    return plan_packs(
+        [len(sample.input_ids) for sample in samples],
+        token_budget=config.token_budget,
+        max_batch_size=config.max_batch_size,
+        seed=config.run.seed,
+        epoch=epoch,
+    )
+
+
+def prepare(
+    config: Config,
+    choices: Choices,
+    available: Sequence[DeviceFacts] | None = None,
+    *,
+    estimate: bool = False,
+    today: datetime.date | None = None,
+) -> Inputs:
+    """Reads the target's facts and the data, tokenises, and settles the drafter's shape.
+
+    No weight is loaded. `available` are the GPUs, by default those that are visible. A target
+    directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths. `today`
+    is the date of a chat template that writes one, where data.date gives none; by default the clock's.
+    """
+    with doing("reading data.train"):
+        reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
+    with doing(f"reading {config.target.path}: configuration and tokenizer"):
+        kind = device_type(config, visible_devices() if available is None else available)
+        facts = open_facts(config, kind, choices)
+    estimated = facts.tokenizer is None
+    date = None
+    if not estimated:
+        date = settle_date(config, facts.tokenizer, choices, today)
+        with doing(f"tokenizing {len(reading.conversations)} conversations"):
+            tokenized = _tokenized(config, reading, facts, date)
+        used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
+        for sample in tokenized.samples:
+            np.add.at(used, sample.input_ids, 1)
+        mask_token = choose_mask_token(facts, config.drafter.mask_token_id, used, choices)
+    elif estimate:
+        tokenized = _guess(config, reading, choices)
+        mask_token = config.drafter.mask_token_id or 0
+    else:
+        raise TargetError(
+            f"target.path={config.target.path} has no tokenizer (tokenizer.json, "
+            "tokenizer_config.json); copy the target's into it"
+        )
+    notes = Counter(reading.notes)
+    notes.update(tokenized.notes)
+    for note, count in notes.items():
+        log.info("data: %d x %s: %s", count, note, NOTES[note])
+    split = _hold_out(config, tokenized.samples, facts, date, choices)
+    if config.max_anchors is None:
+        choices.record(
+            "max_anchors",
+            wanted="auto",
+            got=str(config.anchors),
+            reason="a sixth of token_budget, as 512 for 3,072 tokens, in whole tiles and loss chunks",
+        )
+    token_ids = None
+    if config.drafter.vocab_size is not None:
+        token_ids = _draft_vocabulary(config.drafter.vocab_size, split.train, facts, choices)
+    return Inputs(
+        facts=facts,
+        samples=split.train,
+        rejects=(*reading.rejects, *tokenized.rejects),
+        rows=reading.rows,
+        supervised_tokens=sum(int(sample.loss_mask.sum()) for sample in split.train),
+        cut_turns=tokenized.cut_turns,
+        shape=build_shape(config, facts, mask_token, choices),
+        token_ids=token_ids,
+        estimated=estimated,
+        heldout=split.heldout,
+        notes=notes,
+        date=date,
+    )
+
+
+def _tokenized(
+    config: Config, reading: Reading, facts: TargetFacts, date: datetime.date | None
+) -> Tokenized:
+    """The conversations as samples for the target's tokenizer, on that day if there is one."""
+    return tokenize(
+        reading.conversations,
+        facts.tokenizer,
+        max_length=config.data.max_length,
+        block_size=config.block_size,
+        template_kwargs=template_arguments(config, date),
+        stop_ids=facts.stop_ids,
+        embedding_rows=facts.embedding_rows,
+        vocab_size=facts.vocab_size,
+        asked_template=config.data.template,
+    )
+
+
+def _hold_out(
+    config: Config,
+    samples: tuple[Sample, ...],
+    facts: TargetFacts,
+    date: datetime.date | None,
+    choices: Choices,
+) -> Split:
+    """The samples to train on and those that data.heldout keeps from it; recorded."""
+    wanted = config.data.heldout
+    if wanted is None:
+        return Split(samples, (), 0)
+    if isinstance(wanted, float):
+        split = hold_out(samples, wanted)
+        held = count_conversations(split.heldout)
+        reason = "those whose prompts have the smallest hashes; training measures itself on them"
+        if not held:
+            reason = f"{wanted:.3g} of them is less than one; training measures itself on none"
+        choices.record(
+            "data.heldout",
+            wanted=f"{wanted:g} of the conversations",
+            got=f"{held} of {split.conversations} conversations",
+            reason=reason,
+        )
+        return split
+    if facts.tokenizer is None:
+        return Split(samples, (), 0)
+    reading = read_conversations([p for name in wanted for p in resolve_data(name)])
+    tokenized = _tokenized(config, reading, facts, date)
+    split = leave_out(samples, tokenized.samples)
+    if not split.train:
+        raise DataError(
+            f"data.heldout={wanted} holds every prompt of data.train, so nothing is left to train "
+            "on; give other files, a share, or null"
+        )
+    gone = split.conversations - count_conversations(split.train)
+    choices.record(
+        "data.heldout",
+        wanted=", ".join(wanted),
+        got=f"{count_conversations(split.heldout)} conversations, {gone} taken out of training",
+        reason="what is measured on must not be trained on",
+    )
+    return split
+
+
+def settle_date(
+    config: Config, tokenizer: Any, choices: Choices, today: datetime.date | None = None
+) -> datetime.date | None:
+    """The day that the chat template is to write in this run, None where it writes none."""
+    given = config.data.date
+    writes = tokenizer.chat_template is not None and writes_date(tokenizer, config.data.template)
+    if not writes:
+        if given is not None:
+            choices.record(
+                "data.date",
+                wanted=str(given),
+                got="no date",
+                reason="the chat template writes none",
+            )
+        return None
+    date = given or today or datetime.date.today()
+    choices.record(
+        "data.date",
+        wanted="null" if given is None else str(given),
+        got=str(date),
+        reason="the chat template writes the day into every prompt; this one is kept by --resume "
+        "and eval",
+    )
+    return date
+
+
+def template_arguments(config: Config, date: datetime.date | None) -> dict[str, Any]:
+    """What the chat template is called with: `data.template`, on that day if there is one."""
+    return dict(config.data.template) if date is None else pinned(config.data.template, date)
+
+
+def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
+    """Samples as long as their conversations would be at so many characters a token."""
+    choices.record(
+        "data.tokens",
+        wanted="the target's tokenizer",
+        got=f"one token for {_CHARACTERS_A_TOKEN} characters",
+        reason="the target's directory has no tokenizer, so lengths are guessed",
+        fallback=True,
+    )
+    samples = []
+    for conversation in reading.conversations:
+        wanted = max(config.block_size, conversation.tokens_guessed(_CHARACTERS_A_TOKEN))
+        length = min(wanted, config.data.max_length)
+        ids = np.zeros(length, np.int32)
+        mask = np.ones(length, np.bool_)
+        samples.append(Sample(conversation.id, ids, mask, length < wanted))
+    total = sum(len(sample.input_ids) for sample in samples)
+    return Tokenized(tuple(samples), (), total, total, 0)
+
+
+def _draft_vocabulary(
+    size: int, samples: Sequence[Sample], facts: TargetFacts, choices: Choices
+) -> Tensor:
+    counts: NDArray[np.int64] = token_counts(samples, facts.vocab_size)
+    ids = choose_draft_vocabulary(counts, size, facts.stop_ids)
+    covered = 100 * counts[ids.numpy()].sum() / max(1, counts.sum())
+    choices.record(
+        "drafter.vocab_size",
+        wanted=str(size),
+        got=f"{size} tokens covering {covered:.2f} % of the training answers",
+        reason="most frequent answer tokens and the stop tokens",
+    )
+    return ids
+
+
+def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> str:
+    """16 hex digits that are the same exactly when the samples' features would be."""
+    digest = hashlib.sha256()
+    soft = config.loss.soft_labels > 0
+    digest.update(f"{target.dtype} {target.taps} {soft}".encode())
+    if target.rope is not None:
+        digest.update(str(target.rope).encode())
+    # Of the target its weights count, not its path: files may move, or change behind a name. Some
+    # values of every tensor are enough, since any further training moves nearly all of them.
+    # On the host before they are joined: a target may span devices.
+    some = [
+        p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu() for p in target.parameters()
+    ]
+    digest.update(torch.cat(some).numpy().tobytes())
+    for sample in samples:
+        digest.update(sample.input_ids.tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()[:16]

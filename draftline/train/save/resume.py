@@ -1,0 +1,120 @@
+"""Whether a run is continued, from where, and with what state on every machine."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftline.checkpoint.store import Checkpoint, checkpoint_paths, latest_checkpoint
+from draftline.config.load import changed_keys
+from draftline.config.schema import Config
+from draftline.errors import ResumeError
+from draftline.runtime.nodes import Nodes
+from draftline.train.step.step import TrainStep
+
+log = logging.getLogger(__name__)
+
+# Keys that say where and how often, not what is computed.
+_FREE_KEYS = (
+    "run.dir",
+    "run.device",
+    "topology.",
+    "evaluate.",
+    # Compared as a number of packs, which workers and this key make together.
+    "train.packs_per_step",
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.trackers",
+)
+
+
+def find_checkpoint(
+    config: Config, run_dir: Path, resume: bool, accept_changes: bool
+) -> Checkpoint | None:
+    """The checkpoint that a run of `config` starts from, or None for a new run.
+
+    With `resume` a directory that holds none starts a new run, which is said. Raises ResumeError when
+    it holds one and `resume` is not asked for, and when the configuration differs in more than where
+    and how often it writes.
+    """
+    present = checkpoint_paths(run_dir / "checkpoints")
+    if not resume:
+        if present:
+            raise ResumeError(
+                f"{run_dir} already holds {present[0].name}; continue it with --resume, or choose "
+                "another run.dir"
+            )
+        return None
+    if not present:
+        log.info("--resume: %s holds no checkpoint, so this run starts from the beginning", run_dir)
+        return None
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    config = kept_date(config, checkpoint)
+    changes = {
+        key: pair
+        for key, pair in changed_keys(
+            checkpoint.state["config"], config.model_dump(mode="json")
+        ).items()
+        if not key.startswith(_FREE_KEYS)
+    }
+    if changes and not accept_changes:
+        listed = "; ".join(f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items())
+        raise ResumeError(
+            f"{checkpoint.path} was trained with another configuration ({listed}); restore those "
+            "keys, or continue all the same with --accept-changes"
+        )
+    return checkpoint
+
+
+def kept_date(config: Config, checkpoint: Checkpoint) -> Config:
+    """`config` with the day that the checkpoint's prompts were written on, unless it names one."""
+    kept = checkpoint.state["config"].get("data", {}).get("date")
+    if kept is None or config.data.date is not None:
+        return config
+    return dated(config, datetime.date.fromisoformat(kept))
+
+
+def dated(config: Config, date: datetime.date | None) -> Config:
+    """`config` with `data.date` set."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
+
+
+def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
+    """Whether the run of `checkpoint` has done all steps or epochs that `config` asks for."""
+    state, train = checkpoint.state, config.train
+    asked = {"steps": train.steps, "epochs": train.epochs}
+    same = all(state["config"]["train"][key] == value for key, value in asked.items())
+    return same and checkpoint.step >= int(state["total_steps"])
+
+
+def check_state(
+    checkpoint: Checkpoint, *, features: str, packs_per_step: int, accept_changes: bool
+) -> None:
+    """Raises ResumeError when a run with these features and packs a step cannot go on from it."""
+    state = checkpoint.state
+    if state["features"] != features:
+        raise ResumeError(
+            f"{checkpoint.path} was trained on other data, another target, other taps or another "
+            "data.date (files behind the same names may have changed); start a new run"
+        )
+    if state["packs_per_step"] != packs_per_step and not accept_changes:
+        raise ResumeError(
+            f"{checkpoint.path} was trained with {state['packs_per_step']} packs a step, these "
+            f"workers take {packs_per_step}; set train.packs_per_step={state['packs_per_step']}, or "
+            "continue all the same with --accept-changes"
+        )
+
+
+def share_state(nodes: Nodes, steps: Sequence[TrainStep]) -> None:
+    """Gives machine 0's first drafter's state to every drafter of every machine."""
+    lead = steps[0]
+    fixed = (lead.drafter.feature_scale, lead.optimizer.step_count, lead.optimizer.working)
+    for tensor in (*lead.optimizer.buffers().values(), *fixed):
+        nodes.broadcast(tensor)
+    for other in steps[1:]:
+        other.drafter.feature_scale.copy_(lead.drafter.feature_scale)
+        other.optimizer.copy_from(lead.optimizer)
