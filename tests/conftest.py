@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# A suite that a script starts in the background inherits a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # importlib mode puts no folder on the path; tests/support is imported from the root.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -17,7 +17,7 @@ from draftline.errors import CompileError
 _WAITS = ("threading.py", "queue.py")
 
 
-class Exclusive:
+class ReaderWriterLock:
     """Many threads inside `shared`, or one inside `exclusive`; both sides are re-entrant.
 
     A wait ends with CompileError when nobody has left for `deadline_s` seconds; the message names

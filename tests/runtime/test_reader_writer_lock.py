@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from draftline.errors import CompileError
-from draftline.runtime.reader_writer_lock import Exclusive
+from draftline.runtime.reader_writer_lock import ReaderWriterLock
 
 PATIENCE_S = 30.0
 
@@ -65,7 +65,7 @@ Start = Callable[[str, Callable[[], object]], Worker]
 
 
 def test_many_share(start: Start) -> None:
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     for name in ("a", "b"):
         assert start(name, lock.shared).entered.wait(PATIENCE_S)
     with lock.shared():
@@ -74,7 +74,7 @@ def test_many_share(start: Start) -> None:
 
 
 def test_the_exclusive_side_waits_for_those_inside_and_keeps_newcomers_out(start: Start) -> None:
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     first = start("first", lock.shared)
     assert first.entered.wait(PATIENCE_S)
     owner = start("owner", lambda: lock.exclusive("warm-up"))
@@ -91,7 +91,7 @@ def test_the_exclusive_side_waits_for_those_inside_and_keeps_newcomers_out(start
 
 
 def test_one_is_exclusive_at_a_time(start: Start) -> None:
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     one = start("one", lambda: lock.exclusive("x"))
     assert one.entered.wait(PATIENCE_S)
     two = start("two", lambda: lock.exclusive("y"))
@@ -102,7 +102,7 @@ def test_one_is_exclusive_at_a_time(start: Start) -> None:
 
 
 def test_the_owner_may_enter_either_side_again_and_others_stay_out(start: Start) -> None:
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     with lock.exclusive("outer"):
         other = start("other", lock.shared)
         until(lambda: lock.waiting() == ["other"])
@@ -114,7 +114,7 @@ def test_the_owner_may_enter_either_side_again_and_others_stay_out(start: Start)
 
 def test_a_worker_inside_enters_again_although_somebody_waits(start: Start) -> None:
     """Otherwise it would wait for the one who waits for it."""
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     with lock.shared():
         owner = start("owner", lambda: lock.exclusive("warm-up"))
         until(lambda: lock.waiting() == ["owner"])
@@ -126,7 +126,7 @@ def test_a_worker_inside_enters_again_although_somebody_waits(start: Start) -> N
 
 
 def test_asking_from_inside_a_unit_of_work_is_an_error_and_no_deadlock() -> None:
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     with (
         lock.shared(),
         pytest.raises(CompileError, match=r"late warm-up was asked for by MainThread inside"),
@@ -140,14 +140,14 @@ def test_asking_from_inside_a_unit_of_work_is_an_error_and_no_deadlock() -> None
 def test_a_deadline_names_the_threads_that_still_run_and_lets_the_others_go_on(
     start: Start,
 ) -> None:
-    lock = Exclusive(0.05)
+    lock = ReaderWriterLock(0.05)
     stuck = start("drafter cuda:1", lock.shared)
     assert stuck.entered.wait(PATIENCE_S)
     with (
         pytest.raises(
             CompileError,
             match=r"MainThread waited 0.05 s for warm-up; still running: drafter cuda:1 "
-            r"\(at test_exclusive.py:\d+\)",
+            r"\(at test_reader_writer_lock.py:\d+\)",
         ),
         lock.exclusive("warm-up"),
     ):
@@ -156,7 +156,7 @@ def test_a_deadline_names_the_threads_that_still_run_and_lets_the_others_go_on(
 
 
 def test_whoever_waits_for_a_warm_up_that_never_ends_is_told_which(start: Start) -> None:
-    lock = Exclusive(0.05)
+    lock = ReaderWriterLock(0.05)
     assert start("main", lambda: lock.exclusive("warm-up of head")).entered.wait(PATIENCE_S)
     with (
         pytest.raises(CompileError, match=r"still running: main \(warm-up of head, at "),
@@ -166,7 +166,7 @@ def test_whoever_waits_for_a_warm_up_that_never_ends_is_told_which(start: Start)
 
 
 def test_a_unit_of_work_that_fails_leaves() -> None:
-    lock = Exclusive(PATIENCE_S)
+    lock = ReaderWriterLock(PATIENCE_S)
     for side in (lock.shared, lambda: lock.exclusive("x")):
         with pytest.raises(ValueError, match="boom"), side():
             raise ValueError("boom")

@@ -38,7 +38,7 @@ from draftline.runtime.compile.warmup import (
     table_lines,
 )
 from draftline.runtime.compile.watch import Compiled, CompileWatch
-from draftline.runtime.reader_writer_lock import Exclusive
+from draftline.runtime.reader_writer_lock import ReaderWriterLock
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,7 +84,7 @@ class CompileGate(AbstractContextManager["CompileGate"]):
         self._backend = backend
         self._device_types = device_types
         self._heartbeat_s = heartbeat_s
-        self._lock = Exclusive(deadline_s)
+        self._lock = ReaderWriterLock(deadline_s)
         self._process: ExitStack | None = None
         self._arming = threading.Lock()
         self._armed = False
