@@ -18,7 +18,7 @@ from draftline.config import Config
 from draftline.config_file import build_config
 
 # The module that looks up `interrupts`; the one line to change when that moves.
-from draftline.train import run as program
+from draftline.train import loop as program
 from draftline.train.checkpoint import load_checkpoint
 
 WAIT_S = 60.0

@@ -31,13 +31,12 @@ from draftline.train.checkpoint import Checkpoint
 from draftline.train.feed import Feed, Position, Share
 from draftline.train.heldout import HeldOutScore
 from draftline.train.inputs import Inputs, epoch_packs
-from draftline.train.interrupts import interrupts
 from draftline.train.memory_watch import MemoryWatch
 from draftline.train.pipeline import Pipeline
 from draftline.train.placement import place
 from draftline.train.plan import plan_run
 from draftline.train.reporter import Reporter, Scale
-from draftline.train.resume import check_state, share_state
+from draftline.train.resume import check_state, check_weights, share_state
 from draftline.train.saver import Saver
 from draftline.train.snapshot import load_state
 from draftline.train.trackers import Trackers
@@ -144,6 +143,7 @@ class Run:
                 packs_per_step=self.share.packs_per_step,
                 accept_changes=accept_changes,
             )
+            check_weights(checkpoint, self.parts.steps[0].drafter)
             for step in self.parts.steps:
                 scale = checkpoint.tensors["drafter"]["feature_scale"]
                 step.drafter.feature_scale.copy_(scale)
@@ -159,8 +159,8 @@ class Run:
             self.first_step = self.done_steps = int(state["step"])
             self._spent_before = float(state["seconds"])
 
-    def go(self) -> Trained:
-        """Runs to the last step, or to the next step boundary after Ctrl-C."""
+    def go(self, interrupted: threading.Event) -> Trained:
+        """Runs to the last step, or to the next step boundary after `interrupted` is set."""
         config, total = self.config, self.plan.steps
         feed = Feed(
             lambda epoch: self.packs_of(epoch).packs,
@@ -186,7 +186,6 @@ class Run:
             quiet=self.saver is None,
         )
         with (
-            interrupts() as interrupted,
             trackers,
             self.saver or contextlib.nullcontext(),
             Crew(config.topology.deadline_s) as crew,
