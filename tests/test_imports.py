@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "locks": {"errors"},
     "progress": set(),
     "runlog": {"errors"},
-    "signal": {"config", "errors", "runlog"},
+    "signal": {"config", "errors", "files", "runlog"},
     "runtime": _GROUND | {"signal"},
     "model": _GROUND | {"signal"},
     "data": _GROUND | {"signal"},
