@@ -102,11 +102,13 @@ def _same(descriptor: int, path: Path) -> bool:
 
 
 def _myself() -> dict[str, object]:
+    # Run as `python -m draftline`, the program has the name of a file.
+    program = Path(sys.argv[0]).name.replace("__main__.py", "draftline")
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200],
+        "command": " ".join([program, *sys.argv[1:]])[:200],
     }
 
 

@@ -72,13 +72,9 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
     elif "checkpoints" in names:
         checkpoint = _newest(path / "checkpoints")
     else:
-        unfinished = "config.yaml" in names
-        what = (
-            "a run without a checkpoint yet"
-            if unfinished
-            else "neither a run directory nor a checkpoint"
-        )
-        raise CheckpointError(f"{path} is {what}")
+        if "config.yaml" in names:
+            raise CheckpointError(f"{path} is a run without a checkpoint yet")
+        raise ConfigError(f"{path} is neither a run directory nor a checkpoint; give one of these")
     state: dict[str, Any] = checkpoint.state
     try:
         return Restored(

@@ -148,6 +148,9 @@ def _checked_state(path: Path) -> dict[str, Any]:
             f"checkpoint {path} has format {state['format']}, this draftline reads {_FORMAT}; use the "
             "draftline that wrote it"
         )
+    # A copy may have any name, but one that says another step would pass for a newer or older state.
+    if (name := _NAME.fullmatch(path.name)) and int(name[1]) != state["step"]:
+        raise ValueError(f"it holds step {state['step']}: another checkpoint has got its name")
     return state
 
 

@@ -33,7 +33,8 @@ def bench_step_command(
     with doing("loading PyTorch"):
         from draftline.bench.step import bench_step
 
-    found = bench_step(loaded, steps=steps, profile=profile)
+    with doing(f"timing {steps} steps of one drafter on random weights"):
+        found = bench_step(loaded, steps=steps, profile=profile)
     _show(found.lines(), found.to_dict(), as_json)
 
 
@@ -52,7 +53,8 @@ def bench_pipeline_command(
     with doing("loading PyTorch"):
         from draftline.bench.pipeline import bench_pipeline
 
-    found = bench_pipeline(loaded, steps=steps)
+    with doing(f"timing targets, drafters, and {steps} steps of both"):
+        found = bench_pipeline(loaded, steps=steps)
     _show(found.lines(), found.to_dict(), as_json)
 
 

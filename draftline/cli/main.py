@@ -194,8 +194,8 @@ def evaluate_command(
         from draftline.runlog import provenance, write_atomic
         from draftline.train.plan.inputs import open_target, settle_date, template_arguments
 
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no directory {out.parent}; make it first")
+    if out is not None:
+        _check_out(out)
     restored = restore(run, overrides)
     config = restored.config
     choices = Choices(strict=config.run.strict_choices)
@@ -232,6 +232,24 @@ def evaluate_command(
         }
         write_atomic(out, json.dumps(facts, indent=1) + "\n")
         print(f"wrote {out}")
+
+
+def _check_out(out: Path) -> None:
+    """Raises ConfigError where scores cannot be written to `out`, before hours go into them."""
+    from draftline.files import irregular
+
+    try:
+        kind = irregular(out)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be written: {error.strerror}; name another file"
+        ) from None
+    if kind is not None:
+        raise ConfigError(f"--out {out} is {kind}; name a regular file, or leave --out away")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.parent}; make it first")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: {out.parent} cannot be written; name another file")
 
 
 @app.command()

@@ -138,9 +138,8 @@ def regenerate_command(
 
 def _template(given: Sequence[str]) -> dict[str, Any]:
     """Arguments of the chat template, read as the values of a configuration are."""
-    import datetime
-
-    import yaml
+    from draftline.config.faults import shown
+    from draftline.config.yaml_text import parse_yaml
 
     arguments: dict[str, Any] = {}
     for item in given:
@@ -149,13 +148,7 @@ def _template(given: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--template {item}: give KEY=VALUE, such as enable_thinking=false")
         if key in _RESERVED:
             raise ConfigError(f"--template {key} is set by draftline, not by you")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            what = " ".join(str(error).split())
-            raise ConfigError(f"--template {item}: the value is not YAML: {what}") from None
-        # A date is recorded as text, so it is given to the template as that text.
-        arguments[key] = value.isoformat() if isinstance(value, datetime.date) else value
+        arguments[key] = parse_yaml(text, f"--template {shown(item)}: the value")
     return arguments
 
 

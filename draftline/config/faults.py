@@ -74,6 +74,25 @@ _OTHER_NAMES = {
     "train_data": ("data.train",),
     "train_file": ("data.train",),
     "train_path": ("data.train",),
+    "files": ("data.train",),
+    "train_files": ("data.train",),
+    "data_path": ("data.train",),
+    "data_files": ("data.train",),
+    "val": ("data.heldout",),
+    "valid": ("data.heldout",),
+    "validation": ("data.heldout",),
+    "eval_data": ("data.heldout",),
+    "eval_file": ("data.heldout",),
+    "val_data": ("data.heldout",),
+    "val_file": ("data.heldout",),
+    "val_split": ("data.heldout",),
+    "validation_split": ("data.heldout",),
+    "test_size": ("data.heldout",),
+    "eval_steps": ("train.eval_every",),
+    "eval_interval": ("train.eval_every",),
+    "val_every": ("train.eval_every",),
+    "save_interval": ("train.checkpoint_every",),
+    "checkpoint_steps": ("train.checkpoint_every",),
     "seq_len": ("data.max_length",),
     "max_seq_len": ("data.max_length",),
     "max_seq_length": ("data.max_length",),
@@ -85,6 +104,22 @@ _OTHER_NAMES = {
     "temperature": ("evaluate.temperatures",),
     "max_tokens": ("evaluate.max_new_tokens",),
 }
+# What such a word says depends on its section.
+_OTHER_KEYS = {
+    "data.path": ("data.train",),
+    "data.eval": ("data.heldout",),
+    "data.test": ("data.heldout",),
+    "data.dev": ("data.heldout",),
+    "features.cache": ("features.source",),
+    "features.kind": ("features.source",),
+    "features.type": ("features.source",),
+    "features.mode": ("features.source",),
+    "features.path": ("features.dir",),
+    "run.path": ("run.dir",),
+    "run.name": ("run.dir",),
+}
+# Of the command, and no keys.
+_OPTIONS = {"resume": "--resume", "resume_from_checkpoint": "--resume"}
 _MOST_SHOWN = 3
 # Of one answer, whatever a file holds.
 _MOST_LINES, _MOST_CHARACTERS = 20, 400
@@ -110,6 +145,8 @@ def explain(error: ValidationError) -> str:
 
 def suggestion(key: str) -> str:
     """What follows "unknown key `key`": the keys that are likely meant, or where all are listed."""
+    if option := _OPTIONS.get(key.rpartition(".")[2]):
+        return f"; it is an option of the command: draftline train CONFIG {option}"
     near = nearest_keys(key)
     if not near:
         return "; see `draftline config schema`"
@@ -125,6 +162,8 @@ def nearest_keys(key: str) -> Sequence[str]:
         head = close[0]
         if f"{head}.{leaf}" in leaves:
             return (f"{head}.{leaf}",)
+    if near := _OTHER_KEYS.get(f"{head}.{leaf}"):
+        return near
     same = [k for k in leaves if k.rpartition(".")[2] == leaf]
     if (
         not head

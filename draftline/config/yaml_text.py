@@ -49,9 +49,18 @@ def parse_yaml(text: str, what: str) -> object:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} is not YAML: {error}") from None
+        raise ConfigError(f"{what} is not YAML: {_words(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{what}, {error}") from None
+
+
+def _words(error: yaml.YAMLError) -> str:
+    """On one line, without the name that PyYAML gives to a text."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).replace('in "<unicode string>", ', "").split())
+    context = getattr(error, "context", None)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {context + ', ' if context else ''}{problem}"
 
 
 def _check_size(text: str) -> None:

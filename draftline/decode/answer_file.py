@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from draftline.data.conversations import Conversation
 from draftline.data.generated import normal_arguments
 from draftline.decode.dialogue import questions
 from draftline.errors import ConfigError, DataError
+from draftline.files import irregular
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +169,7 @@ def _check_place(path: Path, inputs: Sequence[Path]) -> None:
                 raise ConfigError(
                     f"--out {path} is where this command prints to; name another file"
                 )
-    if not stat.S_ISREG(found.st_mode):
-        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
+    if kind := irregular(path):
         raise ConfigError(
             f"--out {path} is {kind}; name a regular file, which an interrupted call can continue"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,12 +27,33 @@ def interrupts() -> Iterator[threading.Event]:
         log.warning("interrupted: finishing the step and writing a checkpoint (again: stop now)")
         event.set()
 
+    with _handled(on_signal):
+        yield event
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, where there is nothing to save yet: the
+    run's log then says how it ended, and what it holds is freed."""
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handled(on_signal):
+        yield
+
+
+@contextmanager
+def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
-        yield event
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

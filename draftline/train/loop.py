@@ -22,6 +22,7 @@ from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import visible_devices
 from draftline.runtime.nodes import Nodes
 from draftline.runtime.workers import out_of_memory
+from draftline.train.interrupts import ending, interrupts
 from draftline.train.plan.inputs import Inputs, prepare
 from draftline.train.plan.named import check_named
 from draftline.train.plan.placement import device_type
@@ -65,7 +66,11 @@ def train(
     kind = device_type(config, available)
     assert kind in ("cpu", "cuda")
     nodes = Nodes.from_environment(kind, config.topology.deadline_s)  # type: ignore[arg-type]
-    with nodes or contextlib.nullcontext(), _no_trace_of_a_refusal(Path(config.run.dir)):
+    with (
+        ending(),
+        nodes or contextlib.nullcontext(),
+        _no_trace_of_a_refusal(Path(config.run.dir)),
+    ):
         try:
             with _alone(config, nodes):
                 return _train(config, resume, accept_changes, choices, inputs, target, nodes, kind)
@@ -160,7 +165,9 @@ def _train(
                 run = Run(config, inputs, choices, runlog, gate, nodes, target, watch)
                 run.load(checkpoint, accept_changes)
                 checkpoint = None  # its tensors are as large as the optimizer
-                return run.go()
+                # To the end of the last checkpoint: a signal while that is written must not lose it.
+                with interrupts() as interrupted:
+                    return run.go(interrupted)
         except BaseException as error:
             runlog.event("failed", {"error": f"{type(error).__name__}: {error}"})
             raise

@@ -28,7 +28,6 @@ from draftline.runtime.reduce import Reducer
 from draftline.runtime.workers import Crew
 from draftline.train.assemble import assemble
 from draftline.train.features.feed import Feed, Position, Share
-from draftline.train.interrupts import interrupts
 from draftline.train.pipeline.boundary import Duties
 from draftline.train.pipeline.pipeline import Pipeline
 from draftline.train.plan.inputs import Inputs, epoch_packs
@@ -37,7 +36,7 @@ from draftline.train.plan.plan import plan_run
 from draftline.train.report.memory_watch import MemoryWatch
 from draftline.train.report.reporter import Reporter, Scale
 from draftline.train.report.trackers import Trackers
-from draftline.train.save.resume import check_state, share_state
+from draftline.train.save.resume import check_state, check_weights, share_state
 from draftline.train.save.saver import Saver
 from draftline.train.save.snapshot import load_state
 from draftline.train.step.heldout import HeldOutScore
@@ -145,6 +144,7 @@ class Run:
                 packs_per_step=self.share.packs_per_step,
                 accept_changes=accept_changes,
             )
+            check_weights(checkpoint, self.parts.steps[0].drafter)
             for step in self.parts.steps:
                 scale = checkpoint.tensors["drafter"]["feature_scale"]
                 step.drafter.feature_scale.copy_(scale)
@@ -160,8 +160,8 @@ class Run:
             self.first_step = self.done_steps = int(state["step"])
             self._spent_before = float(state["seconds"])
 
-    def go(self) -> Trained:
-        """Runs to the last step, or to the next step boundary after Ctrl-C."""
+    def go(self, interrupted: threading.Event) -> Trained:
+        """Runs to the last step, or to the next step boundary after `interrupted` is set."""
         config, total = self.config, self.plan.steps
         feed = Feed(
             lambda epoch: self.packs_of(epoch).packs,
@@ -187,7 +187,6 @@ class Run:
             quiet=self.saver is None,
         )
         with (
-            interrupts() as interrupted,
             trackers,
             self.saver or contextlib.nullcontext(),
             Crew(config.topology.deadline_s) as crew,

@@ -93,7 +93,7 @@ def test_overrides_change_the_configuration(
 
 
 def test_what_cannot_be_restored_says_why(tmp_path: Path, target: Target, drafter: Drafter) -> None:
-    with pytest.raises(CheckpointError, match="neither a run directory nor a checkpoint"):
+    with pytest.raises(ConfigError, match="neither a run directory nor a checkpoint"):
         restore(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint"):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -164,6 +165,17 @@ def test_the_files_of_two_checkpoints_are_no_checkpoint(tmp_path: Path) -> None:
             load_checkpoint(two)
         (two / file).write_bytes(mine)
     assert load_checkpoint(two).step == 2
+
+
+def test_a_checkpoint_under_another_steps_name_is_none(tmp_path: Path) -> None:
+    """It would pass for the newest; any other name is the user's."""
+    one = save(tmp_path, 1)
+    shutil.copytree(one, tmp_path / "step-00000009")
+    with pytest.raises(CheckpointError, match="step-00000009 is damaged: it holds step 1"):
+        load_checkpoint(tmp_path / "step-00000009")
+    assert latest_checkpoint(tmp_path).path == one
+    shutil.copytree(one, tmp_path / "best")
+    assert load_checkpoint(tmp_path / "best").step == 1
 
 
 @pytest.mark.parametrize("file", FILES)

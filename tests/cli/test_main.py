@@ -200,7 +200,7 @@ def test_evaluating_nothing_and_exporting_nothing(run: Run, config: Path, tmp_pa
     assert run("eval", tmp_path / "nowhere")[0] == 2
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert run("eval", empty)[0] == 1
+    assert run("eval", empty)[0] == 2
     err = run("export", empty, tmp_path / "out")[2]
     assert "neither a run directory nor a checkpoint" in err
     assert run("train", config)[0] == 0
@@ -211,6 +211,12 @@ def test_evaluating_nothing_and_exporting_nothing(run: Run, config: Path, tmp_pa
     assert code == 2
     assert "fixed by the training" in err
     assert run("eval", tmp_path / "run", "--out", tmp_path / "no" / "x.json")[0] == 2
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path / "pipe", tmp_path, "/dev/null", "", config / "x.json"):
+        code, _, err = run("eval", tmp_path / "run", "--out", out)
+        assert code == 2, err
+        assert "talks at temperature" not in err, "nothing was decoded before the refusal"
+    assert Path("/dev/null").is_char_device()
     code, _, err = run("export", tmp_path / "run", tmp_path / "out", "--dtype", "int8")
     assert code == 2
     assert "--dtype=int8" in err
@@ -227,11 +233,16 @@ def test_config_commands(run: Run, config: Path) -> None:
 
 
 def test_check_and_plan_name_every_missing_file(run: Run, config: Path) -> None:
-    wrong = ["target.path=/no/model", "data.train=[/no/a]", "evaluate.prompts.x=/no/x"]
+    wrong = [
+        "target.path=/no/model",
+        "data.train=[/no/a]",
+        "data.heldout=[/no/h]",
+        "evaluate.prompts.x=/no/x",
+    ]
     for command in (["config", "check"], ["plan"]):
         code, out, err = run(*command, config, *wrong)
         assert (code, out) == (2, "")
-        assert all(name in err for name in ("/no/model", "/no/a", "/no/x"))
+        assert all(name in err for name in ("/no/model", "/no/a", "/no/h", "/no/x"))
 
 
 def test_a_tilde_in_an_option_is_the_home_directory(

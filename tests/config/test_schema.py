@@ -78,6 +78,14 @@ def refuse_text(directory: Path, text: str) -> str:
         ("data.max_len", "data.max_length"),
         ("blocksize", "block_size"),
         ("evaluate.temp", "evaluate.temperatures"),
+        ("data.path", "data.train"),
+        ("data.files", "data.train"),
+        ("data.val", "data.heldout"),
+        ("data.eval", "data.heldout"),
+        ("train.eval_steps", "train.eval_every"),
+        ("train.save_interval", "train.checkpoint_every"),
+        ("features.cache", "features.source"),
+        ("features.path", "features.dir"),
     ],
 )
 def test_an_unknown_key_suggests_the_right_one(mistyped: str, meant: str) -> None:
@@ -94,6 +102,10 @@ def test_every_right_key_is_its_own_nearest_with_a_slip() -> None:
             assert key in nearest_keys(cut), cut
         if "." in key and name not in ("batch_size", "train"):
             assert key in nearest_keys(name), name
+
+
+def test_an_option_that_stands_among_the_keys_is_named() -> None:
+    assert "unknown key run.resume; it is an option of the command" in refuse("run.resume=true")
 
 
 def test_a_key_like_no_other_points_to_the_schema() -> None:

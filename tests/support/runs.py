@@ -19,7 +19,7 @@ from draftline.config.load import build_config
 from draftline.config.schema import Config
 
 # The module that looks up `interrupts`; the one line to change when that moves.
-from draftline.train import run as program
+from draftline.train import loop as program
 
 WAIT_S = 60.0
 _WORDS = (

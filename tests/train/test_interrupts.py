@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftline.train.interrupts import interrupts
+from draftline.train.interrupts import ending, interrupts
 
 SAVING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -54,3 +54,13 @@ def test_afterwards_everything_is_as_before() -> None:
         assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     signal.signal(signal.SIGHUP, mine)
+
+
+@pytest.mark.parametrize("number", SAVING)
+def test_before_there_is_anything_to_save_each_ends_at_once(number: signal.Signals) -> None:
+    with ending():
+        with interrupts() as asked:
+            signal.raise_signal(number)
+            assert asked.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)

@@ -20,6 +20,7 @@ from draftline.config.schema import Config
 from draftline.errors import CheckpointError, ConfigError, ResumeError, RunError, UserError
 from draftline.train.loop import train
 from draftline.train.plan.inputs import open_target, prepare
+from draftline.train.save.saver import Saver
 from draftline.train.step.step import TrainStep
 from tests.support.runs import (
     CtrlC,
@@ -226,6 +227,47 @@ def test_resume_names_the_keys_that_differ(config: Callable[..., Config]) -> Non
     assert "loss.gamma: None -> 3.0" in message
     assert "log_every" not in message
     assert train(changed, resume=True, accept_changes=True).step == 8
+
+
+@pytest.mark.parametrize("override", ["drafter.layers=2", "drafter.intermediate_size=24"])
+def test_a_drafter_of_other_weights_is_not_continued(
+    config: Callable[..., Config], override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, 2)
+    train(config())
+    with pytest.raises(ResumeError, match=r"weights do not fit this one \((num_layers|inter\w+): "):
+        train(config(override), resume=True, accept_changes=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    finish = Saver.finish
+
+    def signalled(*arguments: Any) -> Path:
+        signal.raise_signal(number)
+        return finish(*arguments)
+
+    monkeypatch.setattr(Saver, "finish", signalled)
+    done = train(config("train.steps=1"))
+    assert (done.step, done.interrupted) == (1, False)
+    assert done.checkpoint is not None
+    assert done.checkpoint.is_dir()
+
+
+def test_a_signal_before_the_first_step_is_in_the_log(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "draftline.train.loop.prepare", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(config())
+    run_dir = Path(config().run.dir)
+    last = (run_dir / "events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["error"].startswith("KeyboardInterrupt")
+    assert not (run_dir / ".lock").exists()
 
 
 def test_resume_refuses_other_data_behind_the_same_name(

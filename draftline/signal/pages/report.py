@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import ConfigError
+from draftline.files import irregular
 from draftline.runlog import write_atomic
 from draftline.signal.pages.report_charts import speed_charts, training_charts
 from draftline.signal.pages.report_curves import MOST_POINTS, Chart, Clock, clock_of
@@ -44,10 +45,17 @@ def _check_place(out: Path) -> None:
         raise ConfigError(f"{out} is a directory; name the file, such as {out / 'report.html'}")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no directory; make it first, or give another path")
-    if not out.exists():
-        return
-    with out.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+    try:
+        if kind := irregular(out):
+            raise ConfigError(f"{out} is {kind}; name a regular file with -o")
+        if not out.exists():
+            return
+        with out.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be read: {error.strerror}; give another path with -o"
+        ) from None
     if head.strip() and GENERATOR.encode() not in head:
         raise ConfigError(f"{out} exists and is no report; give another path with -o, or remove it")
 

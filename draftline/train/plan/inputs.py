@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -324,6 +326,30 @@ def _draft_vocabulary(
     return ids
 
 
+# What a model's configuration says beside what it computes.
+_NOT_COMPUTED = re.compile(
+    r"_.*|transformers_version|architectures|(torch_)?dtype|use_cache|initializer_range"
+    r"|(output|return|chunk_size)_.*|.*_token_id|quantization_config"
+)
+
+
+def _arithmetic(config: Any) -> str:
+    """What a target's configuration says of its arithmetic, where its class says something else: a
+    multiplier, a window or an epsilon is in no weight, and defaults are named otherwise in other
+    versions."""
+    said = config.to_dict()
+    try:
+        usual = type(config)().to_dict()
+    except Exception:  # a class of the target's own code may want arguments
+        usual = {}
+    kept = {
+        key: value
+        for key, value in said.items()
+        if not _NOT_COMPUTED.fullmatch(key) and (key not in usual or usual[key] != value)
+    }
+    return json.dumps({"model_type": config.model_type, **kept}, sort_keys=True, default=str)
+
+
 def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> str:
     """16 hex digits that are the same exactly when the samples' features would be."""
     digest = hashlib.sha256()
@@ -331,6 +357,7 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())
     if target.rope is not None:
         digest.update(str(target.rope).encode())
+    digest.update(_arithmetic(target.text_config).encode())
     # Of the target its weights count, not its path: files may move, or change behind a name. Some
     # values of every tensor are enough, since any further training moves nearly all of them.
     # On the host before they are joined: a target may span devices.

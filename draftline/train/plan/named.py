@@ -28,6 +28,9 @@ def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
     found = [_fault(lambda: locate_target(config.target.path))]
     for name in config.data.train:
         found += _file_faults("data.train", name)
+    if isinstance(config.data.heldout, list):
+        for name in config.data.heldout:
+            found += _file_faults("data.heldout", name)
     if prompts:
         for key, name in config.evaluate.prompts.items():
             found += _file_faults(f"evaluate.prompts.{key}", name)

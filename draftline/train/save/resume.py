@@ -11,6 +11,7 @@ from draftline.checkpoint.store import Checkpoint, checkpoint_paths, latest_chec
 from draftline.config.load import changed_keys
 from draftline.config.schema import Config
 from draftline.errors import ResumeError
+from draftline.model.drafter.backbone import Drafter
 from draftline.runtime.nodes import Nodes
 from draftline.train.step.step import TrainStep
 
@@ -107,6 +108,22 @@ def check_state(
             f"workers take {packs_per_step}; set train.packs_per_step={state['packs_per_step']}, or "
             "continue all the same with --accept-changes"
         )
+
+
+def check_weights(checkpoint: Checkpoint, drafter: Drafter) -> None:
+    """Raises ResumeError when `drafter` has other weights than the checkpoint's, whatever was accepted:
+    some would have no state to go on from, and others' would be lost."""
+    saved = checkpoint.tensors["drafter"]
+    beside = {"token_ids", *dict(drafter.named_buffers())}
+    had = {name: tuple(t.shape) for name, t in saved.items() if name not in beside}
+    if had == {name: tuple(t.shape) for name, t in drafter.named_parameters()}:
+        return
+    changed = changed_keys(checkpoint.state["shape"], drafter.shape.to_dict())
+    listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+    raise ResumeError(
+        f"{checkpoint.path} has a drafter whose weights do not fit this one ({listed}); restore its "
+        "shape, or start a new run in another run.dir"
+    )
 
 
 def share_state(nodes: Nodes, steps: Sequence[TrainStep]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -400,6 +401,10 @@ def test_where_a_report_may_be_written(tmp_path: Path) -> None:
         write_report(run, tmp_path)
     with pytest.raises(ConfigError, match="no directory"):
         write_report(run, tmp_path / "nowhere" / "x.html")
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (Path("/dev/null"), "a device")):
+        with pytest.raises(ConfigError, match=f"is {kind}"):
+            write_report(run, path)
     with pytest.raises(ConfigError, match="nothing"):
         write_report(tmp_path / "nothing", out)
 

@@ -15,8 +15,10 @@ from draftline.choices import Choices
 from draftline.config.load import build_config
 from draftline.config.schema import Config
 from draftline.errors import FallbackError, TargetError
+from draftline.model.target.target import Target
 from draftline.runtime.devices import parse_devices
 from draftline.train.plan.inputs import feature_key, prepare
+from tests.support.fakes import tiny_model, tiny_tokenizer
 from tests.support.tiny import build_samples, build_target
 
 
@@ -57,6 +59,28 @@ def test_weights_that_changed_behind_the_same_path_are_another_target() -> None:
     with torch.no_grad():
         layer.mlp.down_proj.weight.mul_(1.001)
     assert feature_key(config(), samples, target) != key
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("granite", {"embedding_multiplier": 6.0}),
+        ("granite", {"residual_multiplier": 0.5}),
+        ("gemma3", {"sliding_window": 12}),
+        ("llama", {"rms_norm_eps": 1e-3}),
+    ],
+)
+def test_arithmetic_that_changed_in_the_configuration_alone_is_another_target(
+    family: str, changed: dict[str, Any]
+) -> None:
+    def key(**changes: Any) -> str:
+        target = Target(tiny_model(family, **changes), tiny_tokenizer(), taps=(1, 2))
+        target.text_config.transformers_version = "0.0.0"
+        return feature_key(config(), [], target)
+
+    # Not another version, nor how it is stored.
+    assert key() == key(use_cache=False)
+    assert key() != key(**changed)
 
 
 @pytest.fixture
