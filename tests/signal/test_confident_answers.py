@@ -192,3 +192,107 @@ def test_a_program_that_dies_in_its_first_step_is_not_called_uncompiled(tmp_path
     died = {"kind": "event", "time_s": 1.7e9, "event": "error", "text": "ValueError: shapes"}
     text = steps(1, frames=0, reserved_bytes=300 * MIB) + json.dumps(died) + "\n"
     assert causes(of(tmp_path, text)) == ["unknown"]
+
+
+@pytest.mark.parametrize("how", ["killed", "exit", "captured"])
+def test_a_program_that_ends_early_without_a_word_is_not_called_uncompiled(
+    tmp_path: Path, how: str
+) -> None:
+    expects = ["captured", "compiled"] if how == "captured" else ["compiled"]
+    start = {"kind": "start", "time_s": 1.7e9 - 3, "pid": 5, "program": "t.py", "expects": expects}
+    count = 2 if how == "exit" else 1
+    text = json.dumps(start) + "\n" + steps(count, frames=0, compiles=0, allocator_calls=700)
+    assert causes(of(tmp_path, text)) == ["unknown"]
+
+
+def test_what_ended_a_program_in_its_first_step_is_said_without_a_gpu(tmp_path: Path) -> None:
+    start = {"kind": "start", "time_s": 1.7e9 - 3, "pid": 5, "expects": ["compiled"]}
+    step = {
+        "kind": "step",
+        "device": "cpu",
+        "step": 1,
+        "time_s": 1.7e9,
+        "wall_ms": 9.0,
+        "frames": 0,
+    }
+    died = {"kind": "event", "time_s": 1.7e9, "event": "error", "text": "ValueError: shapes"}
+    verdict = of(tmp_path, "\n".join(map(json.dumps, (start, step, died))) + "\n")
+    assert causes(verdict) == ["unknown"]
+    assert "ended early (ValueError: shapes)" in verdict.line
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_few_outliers_hide_no_leak(tmp_path: Path, seed: int) -> None:
+    noise = 8000 + 60 * np.random.default_rng(seed).standard_t(2, 2400)
+    held = {"reserved_bytes": 22000 * MIB}
+    grown = (noise + np.linspace(0, 480, 2400)) * MIB
+    assert causes(of(tmp_path, steps(2400, allocated_bytes=grown, **held), "a")) == ["leak"]
+    assert causes(of(tmp_path, steps(2400, allocated_bytes=noise * MIB, **held), "b")) == [
+        "healthy"
+    ]
+
+
+def test_what_swings_is_healthy_with_less_confidence_and_a_late_rise_is_unknown(
+    tmp_path: Path,
+) -> None:
+    noise = np.random.default_rng(3).normal(8000, 40, 2400)
+    held = {"reserved_bytes": 22000 * MIB}
+    said = of(tmp_path, steps(2400, allocated_bytes=noise * MIB, **held), "a").devices[0].causes[0]
+    assert (said.cause, said.confidence) == ("healthy", "medium")
+    assert "a slow growth is not seen" in said.evidence
+    late = (noise + np.maximum(np.linspace(-1200, 600, 2400), 0)) * MIB
+    said = of(tmp_path, steps(2400, allocated_bytes=late, **held), "b").devices[0].causes[0]
+    assert (said.cause, said.confidence) == ("unknown", "low")
+    assert "a leak that began late" in said.evidence
+
+
+def of_two(late_s: float, **names: object) -> str:
+    """Lines of two processes in turn, of which the second leaks."""
+    rows = [
+        {"step": n, "t": 1.7e9 + n / 5 + rank * late_s, "reserved_mb": 20000,
+         "allocated_mb": 9000 + 2 * n * rank} | dict.fromkeys(names, rank)
+        for n in range(300) for rank in (0, 1)
+    ]  # fmt: skip
+    return "\n".join(map(json.dumps, sorted(rows, key=lambda row: row["t"]))) + "\n"
+
+
+@pytest.mark.parametrize("name", ["rank", "local_rank", "gpu_id"])
+def test_processes_in_one_file_are_told_apart_by_their_place(tmp_path: Path, name: str) -> None:
+    devices = of(tmp_path, of_two(0.0, **{name: 0}), "a").devices
+    assert [(d.device, d.causes[0].cause) for d in devices] == [("0", "healthy"), ("1", "leak")]
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.004, 0.203])
+def test_processes_that_nothing_tells_apart_are_refused(tmp_path: Path, late_s: float) -> None:
+    with pytest.raises(ConfigError, match="of several processes: name the device"):
+        of(tmp_path, of_two(late_s), "a")
+
+
+def test_a_step_that_is_recorded_in_parts_is_of_one_process(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": n // 2,
+            "t": 1.7e9 + n / 5,
+            "reserved_mb": 20000,
+            "allocated_mb": 5000 + n % 2 * 40,
+        }
+        for n in range(300)
+    ]
+    assert causes(of(tmp_path, "\n".join(map(json.dumps, rows)), "a")) == ["healthy"]
+
+
+def test_a_process_that_grows_into_what_another_gives_back_is_named(tmp_path: Path) -> None:
+    rows = [
+        f"2026/05/23 10:{n // 60:02}:{n % 60:02}.123, GPU-3f1c9a52, {pid}, {used} MiB"
+        for n in range(200)
+        for pid, used in ((111, 20000 - 10 * n), (222, 5000 + 10 * n))
+    ]
+    text = "timestamp, gpu_uuid, pid, used_gpu_memory [MiB]\n" + "\n".join(rows) + "\n"
+    assert "process 222 grows by 10 MiB a second" in of(tmp_path, text).line
+
+
+def test_prose_before_a_header_is_no_table(tmp_path: Path) -> None:
+    text = "=== monitor ===\nfile: gpu.log\n\n" + query(np.arange(60.0), np.full(60, 8598.0))
+    verdict = of(tmp_path, text)
+    assert verdict.verdict == "flat"
+    assert verdict.notes == ("2 line(s) could not be read",)

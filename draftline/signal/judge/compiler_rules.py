@@ -157,8 +157,8 @@ def not_compiled(seen: Evidence) -> Cause | None:
     expected = "compiled" in seen.program.expects
     off = _switched_off(seen)
     nothing = seen.total("frames") == 0
-    ended = seen.events("error", steady=False) or seen.events("oom", steady=False)
-    if not off and ended and (seen.steps is None or len(seen.steps.time_s) < _FEWEST_STEPS):
+    # What ends a program often leaves no record: a signal, or an exit in the step itself.
+    if not off and (seen.steps is None or len(seen.steps.time_s) < _FEWEST_STEPS):
         return None
     # A graph that the program captured itself is replayed without Dynamo.
     if not (nothing or (off and expected)) or _replays_every_step(seen):

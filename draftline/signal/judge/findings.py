@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from draftline.signal.judge.cause import Cause, largest_blocks
 from draftline.signal.judge.compiler_rules import COMPILER_RULES
-from draftline.signal.judge.evidence import Evidence
+from draftline.signal.judge.evidence import ALLOCATOR_TOLERANCE_BYTES, Evidence
 from draftline.signal.judge.memory_rules import (
     allocator_retries,
     cache_flush,
@@ -28,6 +30,7 @@ COUNTERS_NEEDED = (
 )
 
 _FEWEST_STEPS = 5
+_FEWEST_READINGS = 64  # for the ends of a curve to be compared
 _LOOKS_LIKE = {
     "slope": "a leak, ever larger shapes or another process",
     "staircase": "ever larger shapes, fragmentation, a leak or another process",
@@ -90,8 +93,11 @@ def shape_of(seen: Evidence) -> Shape:
 def without_fault(seen: Evidence, shape: Shape) -> Cause:
     """What to say of a device on which no fault was found: healthy, a pause, or unknown and what to
     record."""
+    failed = seen.events("error", steady=False) + seen.events("oom", steady=False)
+    ended = failed and seen.count < _FEWEST_STEPS
+    early = f"the program ended early ({one_line(failed[-1].text, 200)}): " if ended else ""
     if seen.device == "cpu":
-        words = "the program used no GPU: there is no device memory to judge."
+        words = f"{early}the program used no GPU: there is no device memory to judge."
         return Cause("unknown", "high", words, "nothing to do")
     if seen.snapshots and seen.steps is None and seen.samples is None:
         return _of_snapshot(seen.snapshots[-1])
@@ -101,18 +107,15 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
     if shape.kind == "unknown":
         needed = "record a longer stretch" if seen.samples or seen.steps else "record its memory"
         return Cause(
-            "unknown", "low", f"{_at(shape)}{shape.words}.", f"{needed}; {COUNTERS_NEEDED}"
+            "unknown", "low", f"{early}{_at(shape)}{shape.words}.", f"{needed}; {COUNTERS_NEEDED}"
         )
     has_counters = seen.known("allocator_calls") or seen.known("reserved_bytes")
     if has_counters and seen.count < _FEWEST_STEPS:
         words = f"{counted(seen.count, 'step')} in the steady state, too few to judge"
-        failed = seen.events("error", steady=False) + seen.events("oom", steady=False)
-        if failed:
-            words = f"the program ended early ({one_line(failed[-1].text, 200)}): {words}"
         return Cause(
             "unknown",
             "low",
-            f"{words}; memory: {_at(shape)}{shape.words}.",
+            f"{early}{words}; memory: {_at(shape)}{shape.words}.",
             "record a longer stretch",
         )
     if shape.kind != "flat":
@@ -136,11 +139,15 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
             "record a memory snapshot of a few steps" if has_counters else COUNTERS_NEEDED,
         )
     if not has_counters:
+        # One process may grow into what another gives back.
+        named = name_processes(seen)
+        listed = f" in all, of which {named}" if named else ""
         return Cause(
             "unknown",
             "low",
-            f"memory is flat {shape.level} ({shape.words}); whether the step is compiled or captured "
-            "cannot be told from the device's memory alone (an uncompiled step can look like this too).",
+            f"memory is flat {shape.level} ({shape.words}){listed}; whether the step is compiled or "
+            "captured cannot be told from the device's memory alone (an uncompiled step can look like this "
+            "too).",
             COUNTERS_NEEDED,
         )
     if seen.pauses:
@@ -156,11 +163,39 @@ def without_fault(seen: Evidence, shape: Shape) -> Cause:
     unseen = (
         "" if seen.samples else "; the device itself was not sampled, so nothing is known of others"
     )
-    # One rise is no pattern, and not nothing either.
-    sure = "high" if not shape.range_bytes > TOLERANCE_BYTES else "medium"
-    return Cause(
-        "healthy", sure, f"{_at(shape)}{shape.words}; {_quiet(seen)}{unseen}.", "nothing to do"
+    floor = seen.floor
+    moves = (
+        ""
+        if floor.kind in ("flat", "unknown")
+        else f"; what tensors occupy between two steps is {floor.kind} {floor.level}"
     )
+    if moves and (more := _late_rise(seen)) > ALLOCATOR_TOLERANCE_BYTES:
+        return Cause(
+            "unknown",
+            "low",
+            f"what the allocator holds is flat {shape.level}{moves}, at the end {more / MIB:,.0f} MiB "
+            "above all but the highest readings before: a leak that began late, or a new level.",
+            "record a longer stretch",
+        )
+    hides = f"{moves}, under which a slow growth is not seen" if moves else ""
+    # One rise is no pattern, and not nothing either.
+    sure = "high" if not moves and not shape.range_bytes > TOLERANCE_BYTES else "medium"
+    return Cause(
+        "healthy",
+        sure,
+        f"{_at(shape)}{shape.words}; {_quiet(seen)}{unseen}{hides}.",
+        "nothing to do",
+    )
+
+
+def _late_rise(seen: Evidence) -> float:
+    """Bytes by which what tensors occupy lies higher in the last eighth than in the first three quarters,
+    their highest readings left out."""
+    level = seen.level("allocated_bytes")
+    before, last = level[: 3 * len(level) // 4], level[-len(level) // 8 :]
+    if len(level) < _FEWEST_READINGS:
+        return 0.0
+    return float(np.median(last) - np.quantile(before, 0.98))
 
 
 def _at(shape: Shape) -> str:

@@ -105,7 +105,10 @@ def _from_episodes(samples: Samples) -> list[Phase]:
             clock[n + 1 - first :] -= times[n + 1] - times[n]
         clock += np.arange(last - first) * 1e-6  # and rises all the same
         if ends and used[first:last].max() <= IDLE_BYTES:
-            found.append(Phase("idle", float(times[first]), float(times[last - 1]), marked=False))
+            # A single reading that computes without memory parts no idle stretch.
+            joined = found.pop() if found and found[-1].name == "idle" else None
+            start = float(times[first]) if joined is None else joined.from_s
+            found.append(Phase("idle", start, float(times[last - 1]), marked=False))
             continue
         stay = replace(
             samples,

@@ -41,6 +41,7 @@ def _describe(times: Column, used: Column, seen: Evidence) -> tuple[float, str]:
     words = (
         f"{shape.words} {shape.level}" if shape.kind == "flat" else f"{shape.words}, {shape.level}"
     )
+    words = f"has {words}" if words[:1].isdigit() else words
     words = f"is flat {shape.level}" if shape.kind == "flat" else words
     moved = shape.range_bytes if np.isfinite(shape.range_bytes) else float(np.ptp(used[there]))
     if shape.kind == "unknown":

@@ -27,6 +27,7 @@ _AGREE = 0.6
 _HALF_SHARE = 0.25
 _LEAST_OF_SWING = 0.1
 _LEAST_IN_BLOCK = 4
+_OUTLIERS = 0.02  # of the readings, at each end
 _FEWEST_READINGS = 8
 _GRID = 65
 _IS_LINE = 0.97  # share of a curve's variance that its best line explains
@@ -135,11 +136,12 @@ def _swinging(
     cycles = sum(x < 0 for x in legs)
     spread = facts.high_bytes - facts.low_bytes
     growth = trend(times, values)
-    if growth is not None and growth > max(tolerance, _LEAST_OF_SWING * spread):
+    swing = float(np.ptp(_without_outliers(values)))
+    if growth is not None and growth > max(tolerance, _LEAST_OF_SWING * swing):
         slope = growth / float(times[-1] - times[0])
         words = (
             f"grows by {_rate(slope)}, {_mib(growth)} in {_span(times)}, under swings of "
-            f"{_mib(spread - growth)}"
+            f"{_mib(max(spread - growth, 0.0))}"
         )
         return replace(
             facts,
@@ -195,9 +197,15 @@ def trend(times: Column, values: Column) -> float | None:
     steady = min(halves) >= _HALF_SHARE * growth
     # Noise of this size leaves so much between the medians of two stretches.
     rest = values - np.polyval(np.polyfit(times - times[0], values, 1), times - times[0])
-    error = 1.25 * float(np.std(rest)) / float(np.sqrt(counts.min()))
+    error = 1.25 * float(np.std(_without_outliers(rest))) / float(np.sqrt(counts.min()))
     agree = float(np.sign(apart).sum()) / len(apart)
     return growth if growth > 4 * error and steady and agree >= _AGREE else None
+
+
+def _without_outliers(values: Column) -> Column:
+    """With the few highest and lowest brought in: they would hide a trend that medians show."""
+    clipped: Column = np.clip(values, *np.quantile(values, (_OUTLIERS, 1 - _OUTLIERS)))
+    return clipped
 
 
 def _level(kind: str, values: Column, tolerance: float) -> str:

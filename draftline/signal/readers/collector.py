@@ -26,6 +26,7 @@ from draftline.signal.readers.run_lines import (
     is_metrics,
     steps_of,
 )
+from draftline.signal.readers.series import refuse_mixed
 from draftline.signal.readers.units import settle_steps
 from draftline.signal.trace import EVENTS, LEVELS, TOTALS, Event, Program
 
@@ -52,6 +53,8 @@ _MEMORY = {
     "inactive": "inactive_bytes",
 }
 _OF_A_STEP = frozenset(_VALUES) | frozenset(_MEMORY) | {"wall_ms", "t"}
+# Where a line names no device: the place of its process among those of the machine, or of all.
+_PLACES = ("device_id", "gpu_id", "gpu_index", "local_rank", "rank")
 _KINDS = ("start", "facts", "device", "step", "event", "phase")
 
 
@@ -96,6 +99,7 @@ class Collector:
         self._bad = self._unknown = self._events_lost = 0
         self._runs_before = 0
         self._unitless: dict[str, str] = {}  # keys of levels that say no unit, by the column
+        self._placed = ""  # the key by which steps are told apart that name no device
         self._lines: dict[tuple[str, str], Row] = {}  # the last one of a kind and device
         self._latest_s = -math.inf
 
@@ -159,6 +163,12 @@ class Collector:
         """As `finished`, with levels in bytes whatever their unit. Only for a file that is read once.
         Raises ConfigError for levels in a unit that cannot be told."""
         part = self.finished()
+        if self._placed and len(part.steps) == 1:  # which of the devices it used is not known
+            part.steps = {"": next(iter(part.steps.values()))}
+        elif self._placed:
+            part.notes.append(f"`{self._placed}` of the steps was taken as the device's index")
+        for rows in part.steps.values():
+            refuse_mixed(part.source, rows)
         part.notes += settle_steps(part.source, part.steps, self._unitless)
         return part
 
@@ -244,7 +254,7 @@ class Collector:
                 values[name] = number(value) * (scale or 1.0)
                 if not scale:
                     self._unitless[name] = key
-        self._steps(self._name(row)).add(step, end_s, wall_ms, values)
+        self._steps(self._name(row) or self._place(row)).add(step, end_s, wall_ms, values)
         failure = words(row.get("err"))
         if failure and math.isfinite(end_s):
             self._event(end_s, failure_kind(failure), failure)
@@ -290,6 +300,13 @@ class Collector:
         given = row.get("device")
         known = self._devices.get(given) if isinstance(given, str) else None
         return device(given) if known is None else known
+
+    def _place(self, row: Row) -> str:
+        for key in () if self._live else _PLACES:
+            if name := device(row.get(key)):
+                self._placed = key
+                return name
+        return ""
 
     def _event(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from draftline.errors import ConfigError
 from draftline.signal.readers.clock import median_period, spread, straighten
 from draftline.signal.readers.rows import DeviceRows, ProcessRows, StepRows
 from draftline.signal.trace import TOTALS, Column, Samples, Steps
@@ -17,6 +18,7 @@ MOST_PROCESSES = 16  # each costs a column as long as its device's
 _GAP_PERIODS = 5
 # Runs shorter than this, on average, are no runs: counters or numbers start again by themselves.
 _LEAST_RUN = 3
+_MIXED = 0.3  # of the steps
 
 
 def finish_samples(
@@ -162,6 +164,26 @@ def finish_steps(device: str, rows: StepRows) -> tuple[Steps | None, list[str]]:
         since[0] = since[1]
         wall_ms = np.where(np.isfinite(wall_ms), wall_ms, since)
     return Steps(device, number[start:], times, wall_ms, values), notes
+
+
+def refuse_mixed(source: str, rows: StepRows) -> None:
+    """Raises ConfigError for steps of several processes in turn that nothing tells apart: their numbers
+    do not rise, in far less time than a step takes, and what they hold differs."""
+    time_s, number = np.asarray(rows.time_s), np.asarray(rows.number)
+    same = np.diff(number) <= 0
+    if not same.any() or same.all() or same.mean() < _MIXED or not np.isfinite(time_s).all():
+        return
+    between = np.diff(time_s)
+    # A step that is recorded in parts takes its time for each.
+    if np.median(between[same]) > 0.1 * np.median(between[~same]):
+        return
+    columns = [np.asarray(column) for column in rows.values.values()]
+    if max((float(np.mean(np.diff(c)[same] != 0)) for c in columns), default=0.0) > 0.5:
+        raise ConfigError(
+            f"{source}: {same.sum() + 1:,} of {len(number):,} steps have the number of another one at the "
+            "same moment and other values, so they are of several processes: name the device in each line "
+            "(`device` or `local_rank`), or diagnose the lines of each process by themselves"
+        )
 
 
 def _ordered(

@@ -112,6 +112,9 @@ class QueryReader:
     def _replay(self, header: Header | None) -> None:
         """Takes the rows that came before any header."""
         for unnamed in self._unnamed.values():
+            if not set(unnamed.kinds) - {None, "text"}:  # prose, or no table at all
+                self._bad += unnamed.rows
+                continue
             best = max(u.rows for u in self._unnamed.values())
             known = next((h for h in (header, self._earlier) if unnamed.may_be(h)), None)
             if unnamed.rows < best or not best:

@@ -237,7 +237,7 @@ def movement(verdict: Verdict) -> str | None:
     """Memory of this program's own that moves for no reason that its counters name, in words."""
     for device in verdict.devices:
         if _own(device) and not device.faults:
-            return f"{device_name(device.device)}: memory is {device.shape}: {device.words}."
+            return f"{device_name(device.device)}: memory is {device.memory}: {device.words}."
     return None
 
 
@@ -247,7 +247,7 @@ def _own(device: DeviceVerdict) -> bool:
 
 def _words(verdict: Verdict) -> str:
     return "; ".join(
-        f"{device.shape} on {device_name(device.device)} ({device.words})"
+        f"{device.memory} on {device_name(device.device)} ({device.words})"
         for device in verdict.devices
     )
 
