@@ -522,7 +522,16 @@ def refused(family: str, tmp_path: Path, **options: Any) -> str:
 def test_what_would_be_computed_wrong_is_refused_by_name(
     family: str, reason: str, tmp_path: Path
 ) -> None:
-    assert reason in refused(family, tmp_path)
+    said = refused(family, tmp_path)
+    assert reason in said
+    assert said.startswith(f"target.path={tmp_path}")
+
+
+def test_a_weight_that_is_no_number_is_said_to_be_damaged() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(TargetError, match="hold NaN or infinity: a weight is damaged"):
+        Target(model, tiny_tokenizer(), taps=TAPS)
 
 
 def test_logits_that_are_no_multiple_of_the_head_are_refused() -> None:
@@ -578,6 +587,10 @@ def edit_config(**changes: Any) -> Callable[[Path], object]:
         (cut("model.safetensors", 1000), "model"),
         (cut("model.safetensors", -100), "model"),
         (cut("config.json", 20), "config.json cannot be read"),
+        (
+            lambda path: (path / "config.json").write_text("[" * 100_000),
+            "config.json cannot be read",
+        ),
         (cut("tokenizer.json", 100), "tokenizer"),
         (lambda path: (path / "model.safetensors").unlink(), "model"),
         (lambda path: (path / "tokenizer.json").unlink(), "tokenizer"),
