@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
+from draftline.model.facts import read_facts
 from draftline.model.kv_cache import StaticKV
 from draftline.model.target import Target, load_target
 
@@ -566,6 +567,24 @@ def test_a_checkpoint_without_a_weight_is_refused(family: str, lost: str, tmp_pa
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(TargetError, match=rf"{path}: 1 weights .* random, first {lost}"):
         load(path)
+
+
+def test_a_head_beside_a_tied_embedding_must_be_that_embedding(tmp_path: Path) -> None:
+    path = tiny_target_dir(tmp_path, "tied_llama")
+    tensors = load_file(path / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    for head, fits in ((rows.clone(), True), (rows * 2, False)):
+        save_file(
+            tensors | {"lm_head.weight": head},
+            path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        for read in (load, lambda path: read_facts(str(path), taps=TAPS)):
+            if fits:
+                read(path)
+                continue
+            with pytest.raises(TargetError, match=r"tie_word_embeddings.*lm_head.weight that is"):
+                read(path)
 
 
 def cut(name: str, size: int) -> Callable[[Path], object]:
