@@ -19,6 +19,7 @@ from draftline.data.thinking import (
     Thought,
     holds_empty_block,
     names_thinking,
+    opened_by,
     spoken_after,
     thought_at_end,
     without_empty_block,
@@ -112,7 +113,7 @@ class Answers:
             # Some refuse an answer that holds their own marks, and it was said all the same.
             if not plain or not self.chat.mark.search(message.content):
                 raise _LeftOut("template_error", str(error)) from None
-        thought = thought_at_end(prompt)
+        thought = thought_at_end(prompt) or opened_by(self.chat.prompt_adds, prompt)
         if plain:
             return self._plain(index, prompt, text, thought, cut)
         assert text is not None, "only a plain answer is taken without its render"

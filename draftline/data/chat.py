@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +18,18 @@ from draftline.errors import DataError
 
 Ids = NDArray[np.int32]
 Spans = NDArray[np.int64]
-# What a template raises for turns that it does not take.
-REFUSALS = (TemplateError, TypeError, ValueError)
+# What a template raises for turns that it does not take, by itself or by an operation on them.
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+# What no template writes by itself.
+_ASKED, _SAID = "\u2042 asked", "\u2042 said"
 # Letters and marks of which one will not merge with what follows.
 _ANCHORS = ("", "\n", ":", "]", "x")
 # A prompt's end is looked at in growing windows: its last special token is nearly always near.
@@ -94,6 +104,18 @@ class Chat:
         return str(
             call(messages, tokenize=False, add_generation_prompt=prompt, **given, **self.arguments)
         )
+
+    @cached_property
+    def prompt_adds(self) -> str:
+        """What the generation prompt has behind the text that stands before an answer in a render;
+        "" where it begins otherwise."""
+        user, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}
+        try:
+            prompt, whole = self.render([user], True), self.render([user, answer], False)
+        except REFUSALS:
+            return ""
+        before, found, _ = whole.partition(_SAID)
+        return prompt[len(before) :] if found and prompt.startswith(before) else ""
 
     def encode(self, text: str) -> tuple[Ids, Spans]:
         """Ids [tokens] as apply_chat_template has them, and character spans [tokens, 2]."""

@@ -55,6 +55,7 @@ NOTES = {
     "id_made_unique": "an id used before gets #2, #3, ...",
     "prompt_weight_ignored": "only answers are learned, whatever the weight of other turns",
     "text_ignored": "the turns beside it are used",
+    "turns_ignored": "the ids beside them are used, with their mask",
     "generator_unknown": "generated ids say nothing of their generator, so nothing is compared",
     "tools_ignored": "the chat template does not write the row's tools",
     "end_not_a_stop_token": "the template ends these answers with what the target does not stop "
@@ -211,7 +212,8 @@ class _Reader:
         whole = row.get("finish_reason") != "length"
         if self._need_answer and isinstance(row.get("input_ids"), list):
             tokens = self._ids.token_row(row)
-            return Conversation("", (), "", whole, tokens=tokens), set()
+            beside = {"turns_ignored"} if any(row.get(key) for key in _TURN_KEYS) else set()
+            return Conversation("", (), "", whole, tokens=tokens), beside
         lists = [row[key] for key in _TURN_KEYS if isinstance(row.get(key), list)]
         text = row["text"] if isinstance(row.get("text"), str) else ""
         marked = _MARKED.search(text) is not None
@@ -240,6 +242,8 @@ class _Reader:
         shared = (self._texts.setdefault(tools, tools), self._texts.setdefault(said, said))
         if self._need_answer and row.get("generated"):
             generated = self._ids.generated(row, messages)
+            if not any(messages[answer.turn].trained for answer in generated):
+                raise BadRow("not_trained", "every generated answer has a weight of 0")
             generator = row.get("generator")
             if isinstance(generator, dict):
                 known = json.dumps(generator, sort_keys=True)

@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jinja2 import TemplateError
+from draftline.data.chat import REFUSALS
 
 _CLOCK = "strftime_now"
 _TOOL = {
@@ -65,6 +65,6 @@ def _asks(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
                 add_generation_prompt=True,
                 **{**arguments, **tools, **overridden},
             )
-        except (TemplateError, TypeError, ValueError):
+        except REFUSALS:
             continue  # some templates take no system turn or no tools
     return bool(asked)

@@ -81,31 +81,49 @@ class IdReader:
     def token_row(self, row: Mapping[str, Any]) -> TokenRow:
         """A row of `input_ids` with `loss_mask` or `labels`; padding is left away; raises BadRow."""
         ids = self.ids(row["input_ids"], "input_ids")
-        key = next((key for key in _MASKS if isinstance(row.get(key), list)), "labels")
-        given = row.get(key)
-        if not isinstance(given, list):
+        keys = [key for key in (*_MASKS, "labels") if isinstance(row.get(key), list)]
+        if not keys:
             raise BadRow(
                 "no_loss_mask", "input_ids need loss_mask, or labels with -100, beside them"
             )
-        if len(given) != len(ids):
-            raise BadRow("bad_ids", f"{key} has {len(given)} entries for {len(ids)} ids")
-        if key == "labels":
-            bad = next((i for i, n in zip(given, ids, strict=True) if i not in (n, -100)), None)
-            if bad is not None:
-                need = "each is its own token's id or -100, unshifted"
-                raise BadRow("bad_ids", f"labels hold {bad!a:.40}; {need}")
-            mask = tuple(label != _IGNORED_LABEL for label in given)
-        elif all(flag in (0, 1) for flag in given):
-            mask = tuple(map(bool, given))
-        else:
-            raise BadRow("bad_weight", f"{key} holds something else than 0 and 1")
-        shown = row.get("attention_mask")
-        if isinstance(shown, list) and len(shown) == len(ids):
-            kept = [n for n, flag in enumerate(shown) if flag]
+        masks = {key: _marked(ids, row[key], key) for key in keys}
+        key, mask = next(iter(masks.items()))
+        for other, marks in masks.items():
+            if marks != mask:
+                raise BadRow("two_masks", f"{key} and {other} mark different tokens; keep one")
+        if (shown := row.get("attention_mask")) is not None:
+            kept = [n for n, flag in enumerate(_flags(ids, shown, "attention_mask")) if flag]
             ids, mask = tuple(ids[n] for n in kept), tuple(mask[n] for n in kept)
         if not any(mask):
             raise BadRow("no_assistant_turn", f"{key} marks no token")
         return TokenRow(ids, mask)
+
+
+def _marked(ids: Sequence[int], given: object, key: str) -> tuple[bool, ...]:
+    """Which of `ids` the row's `key` marks as said, one of its masks or its labels."""
+    if key != "labels":
+        return _flags(ids, given, key)
+    labels = _as_long(ids, given, key)
+    bad = next((i for i, n in zip(labels, ids, strict=True) if i not in (n, -100)), None)
+    if bad is not None:
+        need = "each is its own token's id or -100, unshifted"
+        raise BadRow("bad_ids", f"labels hold {bad!a:.40}; {need}")
+    return tuple(label != _IGNORED_LABEL for label in labels)
+
+
+def _flags(ids: Sequence[int], given: object, key: str) -> tuple[bool, ...]:
+    flags = _as_long(ids, given, key)
+    if not all(flag in (0, 1) for flag in flags):
+        raise BadRow("bad_weight", f"{key} holds something else than 0 and 1")
+    return tuple(map(bool, flags))
+
+
+def _as_long(ids: Sequence[int], given: object, key: str) -> list[Any]:
+    if not isinstance(given, list):
+        raise BadRow("bad_ids", f"{key} is no list")
+    if len(given) != len(ids):
+        raise BadRow("bad_ids", f"{key} has {len(given)} entries for {len(ids)} ids")
+    return given
 
 
 def joined_rows(

@@ -146,11 +146,12 @@ def check_unicode(text: str, where: str) -> None:
 
 
 def _part(part: object, where: str) -> str:
+    text = part
     if isinstance(part, dict) and part.get("type", "text") == "text":
-        part = part.get("text", part.get("value"))
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text", part.get("value"))
+    if isinstance(text, str):
+        return text
+    kind = (part.get("type") if isinstance(part, dict) else None) or type(part).__name__
     raise BadRow("not_text", f"{where} holds {kind!a}, only text is read")
 
 

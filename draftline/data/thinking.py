@@ -23,6 +23,7 @@ _CLOSED_END = re.compile(rf"{_BLOCK}(?P<space>\s*)\Z")
 _EMPTY_START = re.compile(rf"\s*{_BLOCK}\s*")
 _EMPTY_ANYWHERE = re.compile(_BLOCK)
 _STARTS = re.compile(rf"\s*(?:{_OPENER})")
+_ANY_TAG = re.compile(r"\s*(?P<tag><[\w:-]+>|\[[\w:-]+\])(?P<space>\s*)")
 # No block at the end of a prompt is longer.
 _REACH = 160
 
@@ -53,6 +54,20 @@ def thought_at_end(prompt: str) -> Thought | None:
         closer = _PAIRS.get(opener) or f"</{match['name']}>"
         return Thought(start + match.start(), opener, closer, match["space"], True)
     return None
+
+
+def opened_by(added: str, prompt: str) -> Thought | None:
+    """The block that `added` opens, a tag under any name, if `prompt` ends in it.
+
+    `added` is what the template puts into a generation prompt and not before an answer it is given.
+    """
+    match = _ANY_TAG.fullmatch(added)
+    if match is None or not prompt.endswith(added):
+        return None
+    tag = match["tag"]
+    closer = f"{tag[0]}/{tag[1:]}"
+    begin = len(prompt) - len(added) + match.start("tag")
+    return Thought(begin, tag, closer, match["space"], True)
 
 
 def spoken_after(content: str, thought: Thought | None, cut: bool) -> str | None:

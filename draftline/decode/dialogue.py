@@ -6,8 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from draftline.data.chat import REFUSALS
 from draftline.data.conversations import Conversation, Message
 
 
@@ -66,7 +65,7 @@ class Dialogue:
                 text = tokenizer.apply_chat_template(
                     self._turns(), tokenize=False, add_generation_prompt=True, **template, **tools
                 )
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            except REFUSALS as error:
                 refused = error
                 continue
             ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from rich.table import Table
 
 from draftline.data.builtin import resolve_data
-from draftline.data.chat import served_prompt
+from draftline.data.chat import REFUSALS, served_prompt
 from draftline.data.conversations import read_conversations
 from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.decode.differences import Difference, first_differences
@@ -90,7 +89,7 @@ def read_prompts(
                 turns.pop()
             try:
                 text = served_prompt(target.tokenizer, turns, conversation.tools, template)
-            except (TemplateError, TypeError, ValueError) as error:
+            except REFUSALS as error:
                 raise DataError(
                     f"{conversation.origin}: the target's chat template refuses this prompt: {error}; "
                     f"leave it out of evaluate.prompts.{name} or set data.template"

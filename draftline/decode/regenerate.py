@@ -156,6 +156,9 @@ class _Work:
         if ids is not None and len(ids) > self._max_prompt_tokens:
             dialogue.drop("prompt too long")
             return None
+        if ids is not None and max(ids, default=0) >= self._target.embedding.shape[0]:
+            dialogue.drop("token beyond the target's embedding")
+            return None
         return ids
 
     def _groups(self, waiting: list[Waiting]) -> Iterator[tuple[float, int, list[Waiting]]]:

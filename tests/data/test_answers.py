@@ -12,6 +12,7 @@ import pytest
 from draftline.data.conversations import Conversation, Message, read_conversations
 from draftline.data.dates import pinned, writes_date
 from draftline.data.tokens import Tokenized, tokenize
+from draftline.errors import DataError
 from tests.support.chat_families import stop_ids_of, tokenizer_of
 from tests.support.fakes import CHATML, tiny_tokenizer
 
@@ -170,3 +171,37 @@ def test_a_pinned_date_is_the_one_written_and_an_argument_may_silence_it() -> No
     day = datetime.date(2026, 3, 30)
     done = run(tokenizer, *turns, template_kwargs=pinned({}, day))
     assert tokenizer.decode(done.samples[0].input_ids).startswith("today 30 Mar 2026 ")
+
+
+OPENED = CHATML.replace("assistant\n' }}", "assistant\n<work>\n' }}")
+
+
+def test_a_block_under_any_name_that_the_prompt_opens_is_not_opened_twice() -> None:
+    tokenizer = tiny_tokenizer(OPENED.replace("m.content", "m.content.split('/work>')[-1]"))
+    answer = "<work>\ntwo\n</work>\none"
+    done = run(tokenizer, USER, Message("assistant", answer))
+    assert said(done, tokenizer) == [
+        tokenizer.decode(tokenizer("two\n</work>\none<|im_end|>")["input_ids"])
+    ]
+    # Not a word of it is a thought, and the prompt has opened one.
+    others = [Conversation("c", (USER, Message("assistant", "one")), "f:1")]
+    with pytest.raises(DataError, match="template_not_prefix"):
+        tokenize(others, tokenizer, max_length=300, block_size=2)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 // (m.content | length - 3) }}",
+        "{{ m.content.format() }}",
+    ],
+)
+def test_whatever_a_template_raises_costs_that_row_only(fault: str) -> None:
+    template = CHATML.replace(
+        "%}{{ '<", "%}{% if '{' in m.content %}" + fault + "{% endif %}{{ '<", 1
+    )
+    bad = Conversation("bad", (Message("user", "{0}"), Message("assistant", "one")), "f:1")
+    good = Conversation("good", (USER, Message("assistant", "one")), "f:2")
+    done = tokenize([bad, good], tiny_tokenizer(template), max_length=300, block_size=2)
+    assert [(r.id, r.reason) for r in done.rejects] == [("bad", "template_error")]

@@ -152,6 +152,14 @@ def test_rows_tokenised_elsewhere(tmp_path: Path) -> None:
     assert [s.truncated for s in done.samples] == [False, True, False]
 
 
+def test_turns_beside_ids_are_counted_as_unused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"input_ids": [1, 2], "loss_mask": [0, 1], "labels": [-100, 2], "messages": turns}
+    path.write_text(json.dumps(row) + "\n")
+    assert read_conversations([path]).notes == {"turns_ignored": 1}
+
+
 def test_a_row_of_ids_is_no_prompt(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]}) + "\n")

@@ -153,6 +153,15 @@ def test_answers_are_the_targets_own(target: Target, tmp_path: Path) -> None:
     assert sum(done.dropped.values()) == empty
 
 
+def test_a_prompt_with_a_token_beyond_the_embedding_is_left_out_by_name(tmp_path: Path) -> None:
+    wide = build_target(stop=STOPS)
+    wide.tokenizer = TinyTokenizer(wide.embedding.shape[0] + 6)
+    asked = [conversation("beyond", "u:Ay"), conversation("good", "u:A")]
+    done = run(wide, tmp_path / "out.jsonl", conversations=asked)
+    assert done.dropped == {"token beyond the target's embedding": 1}
+    assert set(rows(tmp_path / "out.jsonl")) == {"good"}
+
+
 def test_batches_do_not_change_answers(target: Target, tmp_path: Path) -> None:
     for size in (1, 3, 64):
         run(target, tmp_path / f"{size}", batch_size=size)

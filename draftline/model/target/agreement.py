@@ -6,7 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from safetensors import safe_open
+from torch import Tensor
+
 from draftline.errors import TargetError
+from draftline.model.target.checkpoint_files import StoredTensor
 
 # Beside the language model: further prediction layers, encoders and what joins them to it, heads
 # that judge. None of it is passed by text on its way to the next token.
@@ -16,6 +20,8 @@ _BESIDE = re.compile(
     r"perceiver\w*|resampler|v_head|value_head|score|talker|token2wav|code2wav|medusa\w*|eagle\w*)"
     r"(\.|$)"
 )
+# So many rows tell two matrices apart.
+_COMPARED = 64
 # Buffers that transformers computes itself, once saved with the weights.
 _COMPUTED = re.compile(r"(rotary\w*\.inv_freq|position_ids|\.attn\.(masked_)?bias|causal_mask)$")
 
@@ -55,6 +61,39 @@ def check_read(
             "the checkpoint; config.json is another model's, or does not tell of a quantisation"
         )
     return unread
+
+
+def check_tied(path: str, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises TargetError where `model`, fresh from its config, has one tensor for embedding and
+    head, and the checkpoint has two that differ: transformers would take both, servers one."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if first is None or last is None or first.weight is not last.weight:
+        return
+    shape = tuple(last.weight.shape)
+    ends = [
+        next(
+            (name for name in stored if name.endswith(ending) and stored[name].shape == shape), None
+        )
+        for ending in ("embed_tokens.weight", "lm_head.weight")
+    ]
+    embedding, head = ends
+    if embedding is None or head is None:
+        return
+    if _some_rows(stored[embedding], embedding).equal(_some_rows(stored[head], head)):
+        return
+    raise TargetError(
+        f"target.path={path}: config.json says tie_word_embeddings, and the checkpoint has a "
+        f"{head} that is not its {embedding}: transformers would compute with both, vLLM with the "
+        "embedding alone; set tie_word_embeddings to false where the head was trained, else take "
+        "it out of the checkpoint"
+    )
+
+
+def _some_rows(tensor: StoredTensor, name: str) -> Tensor:
+    """Rows spread over a stored matrix, float32."""
+    with safe_open(tensor.file, "pt") as file:
+        rows: Tensor = file.get_slice(name)[:: max(1, tensor.shape[0] // _COMPARED)]
+    return rows.float()
 
 
 def _harmless(name: str, model: Any) -> bool:

@@ -75,7 +75,7 @@ def read_tree(path: str, source: str, trust_remote_code: bool) -> dict[str, Any]
         tree = PretrainedConfig.get_config_dict(source)[0]
         model_type = tree.get("model_type")
         own_code = (tree.get("auto_map") or {}).get("AutoConfig")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(
             f"target.path={path}: its config.json cannot be read: {' '.join(str(error).split()[:60])}"
         ) from None

@@ -97,7 +97,14 @@ def _shards(path: str, index: Path) -> list[str]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return sorted({str(name) for name in names})
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise TargetError(
             f"target.path={path}: its {_INDEX} cannot be read ({error!r:.80}); fetch it again"
         ) from None
@@ -146,7 +153,7 @@ def _header(path: str, file: Path) -> dict[str, StoredTensor]:
             for name, e in tree.items()
         }
         end = 8 + length + max((offsets[1] for _, offsets in found.values()), default=0)
-    except (ValueError, LookupError, AttributeError, TypeError):
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise TargetError(
             f"target.path={path}: the model file {file.name} ({size} bytes) has no safetensors "
             "header: damaged, or its download did not end; fetch it again"

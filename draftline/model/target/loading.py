@@ -14,7 +14,7 @@ import torch
 
 from draftline.choices import Choices
 from draftline.errors import TargetError
-from draftline.model.target.agreement import check_read
+from draftline.model.target.agreement import check_read, check_tied
 from draftline.model.target.architecture import (
     auto_class,
     empty_model,
@@ -72,6 +72,8 @@ def load_shapes(
         _record_weights(choices, quantisation, dtype)
     with reading(path, "config.json", "read"), torch.device("meta"):
         model = empty_model(path, config, dtype, trust_remote_code)
+    if stored is not None:
+        check_tied(path, model, stored)
     if stored is None or (quantisation is not None and not quantisation.checked_by_name):
         keep_language_model(model)
         return model, stored
@@ -118,6 +120,8 @@ def load_weights(
     auto = auto_class(path, config)
     with reading(path, "config.json", "read"), torch.device("meta"):
         shapes = empty_model(path, config, dtype, trust_remote_code)
+    if stored is not None:
+        check_tied(path, shapes, stored)
     spread = device_map(shapes, devices) if len(devices) > 1 else None
     rebuilt = quantisation is not None and quantisation.rebuilt
     with reading(path, "model (config.json, safetensors)", "loaded"), no_report():
@@ -144,6 +148,7 @@ def load_weights(
     passed = check_read(path, model, loading, dropped)
     if stored is None and (fetched := read_stored(path, source)) is not None:
         check_stored(path, fetched, quantisation)
+        check_tied(path, shapes, fetched)
     _check_plain(path, model)
     if choices is not None:
         if quantisation is not None:

@@ -51,6 +51,11 @@ def probe(model: Any, first_layer: nn.Module) -> tuple[float, Head]:
         handle.remove()
     # A target that spans several devices may end on another one than it begins.
     logits, hidden = logits.to(head_weight.device), hidden.to(head_weight.device)
+    if not bool(torch.isfinite(logits).all()):
+        raise TargetError(
+            f"{name}: the logits of {ids[0].tolist()} hold NaN or infinity: a weight is damaged (fetch "
+            f"the files again), or {embedding.dtype} overflows (see target.dtype)"
+        )
     plain = nn.functional.embedding(ids, embedding).float()
     scale = _ratio(entered[0].float(), plain)
     if scale is None:

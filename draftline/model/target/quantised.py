@@ -35,8 +35,9 @@ _BY_NAME = ("fp8", "mxfp8", "awq", "gptq")
 # Files in which exporters describe a quantisation that config.json does not mention.
 _SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _WAY_OUT = "take the unquantised checkpoint, or one with block scales (quant_method fp8)"
-_NARROW = ("F8_", "F4", "I8", "U8", "F6_")
-_PACKED = re.compile(r"(weight|_proj|proj|blocks|qdata|qweight|packed|experts)$")
+# What transformers would take for weights although a scale or a packing is missing.
+_NARROW = ("F8_", "F4", "F6_", "I", "U", "BOOL")
+_PACKED = re.compile(r"(weight|bias|_proj|proj|blocks|qdata|qweight|packed|experts)$")
 _ALWAYS = re.compile(
     r"(^|[._])(qweight|qzeros|g_idx|weight_packed|qscales|weight_scale(_inv|_2)?)$"
 )
@@ -179,7 +180,7 @@ def _check_side_files(path: str, directory: Path, tree: Mapping[str, Any]) -> No
             continue
         try:
             said = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             said = {}
         inner = said.get("quantization", said) if isinstance(said, dict) else {}
         algorithm = inner.get("quant_algo") or inner.get("quant_method")

@@ -118,7 +118,7 @@ def _check_directory(path: str, directory: Path) -> None:
 def _adapter_base(adapter: Path) -> str:
     try:
         base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return f" for {base}" if base else ""
 

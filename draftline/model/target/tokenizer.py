@@ -7,7 +7,7 @@ from typing import Any
 
 from draftline.errors import TargetError
 from draftline.model.target.probe import find_ends
-from draftline.model.target.reading import reading
+from draftline.model.target.reading import named, reading
 
 # A directory with none of these has no tokenizer; with one of them, it must load.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -31,7 +31,8 @@ def check_vocabulary(path: str, tokenizer: Any, model: Any) -> None:
     """Raises TargetError where `tokenizer` is another model's: words, or the token that ends a
     text, lie behind the last row of embedding or head. (Added tokens alone may lie there: a row of
     the data that has one is left out.)"""
-    embedding, head = find_ends(model)
+    with named(path):
+        embedding, head = find_ends(model)
     rows = min(int(embedding.weight.shape[0]), int(head.weight.shape[0]))
     words = int(getattr(tokenizer, "vocab_size", 0) or 0)
     end = getattr(tokenizer, "eos_token_id", None)

@@ -118,9 +118,14 @@ def int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": (weight * 100).to(torch.int8)}, weight
 
 
+def int32(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    return {"weight": (weight * 100).to(torch.int32)}, weight
+
+
 @pytest.mark.parametrize(
     ("quantise", "config", "reason"),
     [
+        (int32, None, r"weight is stored quantised \(I32"),
         (fp8(None), None, r"weight is stored quantised \(F8_E4M3"),
         (fp8(None), {"quant_method": "fp8"}, r"float8 without .*it has no scale at all"),
         (fp8("weight_scale"), {"quant_method": "fp8"}, r"weight_scale_inv .*it has weight_scale\)"),

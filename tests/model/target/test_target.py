@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.kv_cache import StaticKV
+from draftline.model.target.facts import read_facts
 from draftline.model.target.target import Target, load_target
 from tests.support.fakes import END_OF_TURN, VOCAB_SIZE, tiny_model, tiny_target_dir, tiny_tokenizer
 
@@ -522,7 +523,16 @@ def refused(family: str, tmp_path: Path, **options: Any) -> str:
 def test_what_would_be_computed_wrong_is_refused_by_name(
     family: str, reason: str, tmp_path: Path
 ) -> None:
-    assert reason in refused(family, tmp_path)
+    said = refused(family, tmp_path)
+    assert reason in said
+    assert said.startswith(f"target.path={tmp_path}")
+
+
+def test_a_weight_that_is_no_number_is_said_to_be_damaged() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(TargetError, match="hold NaN or infinity: a weight is damaged"):
+        Target(model, tiny_tokenizer(), taps=TAPS)
 
 
 def test_logits_that_are_no_multiple_of_the_head_are_refused() -> None:
@@ -559,6 +569,24 @@ def test_a_checkpoint_without_a_weight_is_refused(family: str, lost: str, tmp_pa
         load(path)
 
 
+def test_a_head_beside_a_tied_embedding_must_be_that_embedding(tmp_path: Path) -> None:
+    path = tiny_target_dir(tmp_path, "tied_llama")
+    tensors = load_file(path / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    for head, fits in ((rows.clone(), True), (rows * 2, False)):
+        save_file(
+            tensors | {"lm_head.weight": head},
+            path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        for read in (load, lambda path: read_facts(str(path), taps=TAPS)):
+            if fits:
+                read(path)
+                continue
+            with pytest.raises(TargetError, match=r"tie_word_embeddings.*lm_head.weight that is"):
+                read(path)
+
+
 def cut(name: str, size: int) -> Callable[[Path], object]:
     return lambda path: (path / name).write_bytes((path / name).read_bytes()[:size])
 
@@ -578,6 +606,10 @@ def edit_config(**changes: Any) -> Callable[[Path], object]:
         (cut("model.safetensors", 1000), "model"),
         (cut("model.safetensors", -100), "model"),
         (cut("config.json", 20), "config.json cannot be read"),
+        (
+            lambda path: (path / "config.json").write_text("[" * 100_000),
+            "config.json cannot be read",
+        ),
         (cut("tokenizer.json", 100), "tokenizer"),
         (lambda path: (path / "model.safetensors").unlink(), "model"),
         (lambda path: (path / "tokenizer.json").unlink(), "tokenizer"),
