@@ -23,7 +23,7 @@ from draftline.bench.step import bench_step
 from draftline.choices import Choices
 from draftline.config.load import build_config
 from draftline.config.schema import Config
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample, Samples
 from draftline.errors import ConfigError
 from draftline.model.drafter.init import build_shape
 from draftline.model.target.facts import TargetFacts
@@ -128,7 +128,7 @@ def _inputs(config: Config, facts: TargetFacts) -> Inputs:
     random = np.random.default_rng(config.run.seed)
     length = config.data.max_length
     count = 4 * max(1, config.token_budget // length)
-    samples = tuple(
+    samples = Samples.of(
         Sample(
             id=str(index),
             input_ids=random.integers(0, facts.vocab_size, length).astype(np.int32),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample, Samples
 
 # More conversations would make the mean little surer and every measurement dearer.
 MOST_CONVERSATIONS = 64
@@ -24,12 +24,12 @@ MOST_CONVERSATIONS = 64
 class Split:
     """Samples to train on and samples held out, each in their order; `conversations` were split."""
 
-    train: tuple[Sample, ...]
-    heldout: tuple[Sample, ...]
+    train: Samples
+    heldout: Samples
     conversations: int
 
 
-def hold_out(samples: Sequence[Sample], share: float) -> Split:
+def hold_out(samples: Samples, share: float) -> Split:
     """Holds out at most `share` of the conversations, and at most `MOST_CONVERSATIONS`.
 
     Conversations of one prompt go together, or stay where they are more than there is room for.
@@ -43,17 +43,20 @@ def hold_out(samples: Sequence[Sample], share: float) -> Split:
     for prompt in sorted(together):
         if len(chosen) + len(together[prompt]) <= room:
             chosen.update(together[prompt])
-    kept = tuple(s for s in samples if _conversation(s) not in chosen)
-    held = tuple(s for s in samples if _conversation(s) in chosen)
-    return Split(kept, held, len(prompts))
+    held = [_conversation(sample) in chosen for sample in samples]
+    return Split(
+        samples.take(i for i, out in enumerate(held) if not out),
+        samples.take(i for i, out in enumerate(held) if out),
+        len(prompts),
+    )
 
 
-def leave_out(samples: Sequence[Sample], heldout: Sequence[Sample]) -> Split:
+def leave_out(samples: Samples, heldout: Samples) -> Split:
     """Takes from `samples` every conversation that opens with the prompt of a held-out one."""
     seen = set(_prompts(heldout).values())
     prompts = _prompts(samples)
-    kept = tuple(s for s in samples if prompts[_conversation(s)] not in seen)
-    return Split(kept, tuple(heldout), len(prompts))
+    kept = (i for i, s in enumerate(samples) if prompts[_conversation(s)] not in seen)
+    return Split(samples.take(kept), heldout, len(prompts))
 
 
 def count_conversations(samples: Sequence[Sample]) -> int:

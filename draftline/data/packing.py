@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from draftline.data.tokens import Mask, Sample, anchor_mask
+from draftline.data.store import Mask, Sample
+from draftline.data.tokens import anchor_mask
 from draftline.errors import DataError
 
 Limit = Literal["tokens", "max_batch_size", "too few conversations"]

@@ -23,22 +23,8 @@ from draftline.data.chat import Chat, ChatTokenizer, Ids, Spans
 from draftline.data.conversations import Conversation, Reject, describe_rejects
 from draftline.data.formatted import Formatted
 from draftline.data.generated import check_generators, joined_rows, normal_arguments
+from draftline.data.store import Mask, Sample, Samples, token_lengths
 from draftline.errors import DataError
-
-Mask = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A token row: `input_ids` int32 [tokens] and `loss_mask` bool [tokens], on answers only.
-
-    `truncated` says that the conversation went on past the last token, or was to.
-    """
-
-    id: str
-    input_ids: NDArray[np.int32]
-    loss_mask: Mask
-    truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +36,7 @@ class Tokenized:
     `conversations.NOTES`.
     """
 
-    samples: tuple[Sample, ...]
+    samples: Samples
     rejects: tuple[Reject, ...]
     tokens: int
     supervised_tokens: int
@@ -114,9 +100,11 @@ def tokenize(
             f"turns (see data.template), data.max_length={max_length} cuts before the answers, or "
             f"block_size={block_size} is longer than the conversations"
         )
-    tokens = sum(len(sample.input_ids) for sample in samples)
+    tokens = sum(token_lengths(samples))
     supervised = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return Tokenized(tuple(samples), tuple(rejects), tokens, supervised, cut_turns, dict(notes))
+    return Tokenized(
+        Samples.of(samples), tuple(rejects), tokens, supervised, cut_turns, dict(notes)
+    )
 
 
 def anchor_mask(loss_mask: Mask, truncated: bool, block_size: int) -> Mask:

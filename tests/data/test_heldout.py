@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from draftline.data.heldout import MOST_CONVERSATIONS, count_conversations, hold_out, leave_out
-from draftline.data.tokens import Sample
+from draftline.data.heldout import (
+    MOST_CONVERSATIONS,
+    Split,
+    count_conversations,
+    hold_out,
+    leave_out,
+)
+from draftline.data.store import Sample, Samples
 
 
 def sample(name: str, prompt: list[int], answer: list[int]) -> Sample:
@@ -18,7 +26,11 @@ def conversations(count: int, *, first: int = 0) -> list[Sample]:
     return [sample(str(n), [n, n // 7, 5], [n, n + 1]) for n in range(first, first + count)]
 
 
-def names(samples: tuple[Sample, ...]) -> set[str]:
+def held_out(samples: Sequence[Sample], share: float) -> Split:
+    return hold_out(Samples.of(samples), share)
+
+
+def names(samples: Sequence[Sample]) -> set[str]:
     return {s.id for s in samples}
 
 
@@ -29,7 +41,7 @@ def test_a_share_is_held_out_and_the_rest_keeps_its_order(
     count: int, share: float, held: int
 ) -> None:
     samples = conversations(count)
-    split = hold_out(samples, share)
+    split = held_out(samples, share)
     assert (len(split.heldout), len(split.train), split.conversations) == (
         held,
         count - held,
@@ -41,26 +53,26 @@ def test_a_share_is_held_out_and_the_rest_keeps_its_order(
 
 
 def test_no_more_than_so_many_are_held_out() -> None:
-    split = hold_out(conversations(5000), 0.1)
+    split = held_out(conversations(5000), 0.1)
     assert len(split.heldout) == MOST_CONVERSATIONS
 
 
 def test_neither_order_nor_ids_nor_files_decide() -> None:
     samples = conversations(200)
-    chosen = {s.input_ids.tobytes() for s in hold_out(samples, 0.05).heldout}
+    chosen = {s.input_ids.tobytes() for s in held_out(samples, 0.05).heldout}
     renamed = [Sample(f"x{s.id}", s.input_ids, s.loss_mask, s.truncated) for s in samples[::-1]]
-    assert {s.input_ids.tobytes() for s in hold_out(renamed, 0.05).heldout} == chosen
+    assert {s.input_ids.tobytes() for s in held_out(renamed, 0.05).heldout} == chosen
     # New conversations move none of the old ones into training except by taking their places.
-    more = hold_out([*samples, *conversations(20, first=900)], 10 / 220)
+    more = held_out([*samples, *conversations(20, first=900)], 10 / 220)
     assert len({s.input_ids.tobytes() for s in more.heldout} - chosen) <= 10
-    assert names(more.heldout) - names(hold_out(samples, 0.05).heldout) <= {
+    assert names(more.heldout) - names(held_out(samples, 0.05).heldout) <= {
         str(n) for n in range(900, 920)
     }
 
 
 def test_answers_to_one_prompt_are_on_one_side() -> None:
     samples = [sample(f"{n}-{copy}", [n, 5], [copy, 9, n]) for copy in range(4) for n in range(60)]
-    split = hold_out(samples, 0.1)
+    split = held_out(samples, 0.1)
     assert len(split.heldout) == 24
     held, kept = ({s.id.partition("-")[0] for s in some} for some in (split.heldout, split.train))
     assert not held & kept
@@ -68,7 +80,7 @@ def test_answers_to_one_prompt_are_on_one_side() -> None:
 
 def test_a_prompt_of_most_conversations_is_not_held_out() -> None:
     samples = [sample(f"same-{n}", [1, 2], [n, n + 1]) for n in range(80)]
-    split = hold_out([*samples, *conversations(20)], 0.1)
+    split = held_out([*samples, *conversations(20)], 0.1)
     assert len(split.heldout) == 10
     assert not any(s.id.startswith("same") for s in split.heldout)
 
@@ -80,20 +92,20 @@ def test_the_samples_of_a_conversation_stay_together() -> None:
         samples.append(sample(f"{n}#turn1", [n, 5], [7, 8]))
         samples.append(sample(f"{n}#turn3", [n, 5, 7, 6], [9, 9]))
         samples.append(sample(f"{n}", [n, 5, 7, 6, 9], [4, 4]))
-    split = hold_out(samples, 0.1)
+    split = held_out(samples, 0.1)
     assert count_conversations(split.heldout) == 5
     assert len(split.heldout) == 15
 
 
 def test_texts_without_a_prompt_are_told_apart() -> None:
     samples = [sample(str(n), [], [n, n + 1, 3]) for n in range(100)]
-    assert len(hold_out(samples, 0.1).heldout) == 10
+    assert len(held_out(samples, 0.1).heldout) == 10
 
 
 def test_what_files_hold_out_is_taken_from_training() -> None:
     samples = conversations(30)
     # Another answer to a question that training has, and one that it does not have.
     heldout = [sample("a", [3, 0, 5], [50, 51]), sample("b", [99, 98], [1, 2])]
-    split = leave_out(samples, heldout)
+    split = leave_out(Samples.of(samples), Samples.of(heldout))
     assert names(split.heldout) == {"a", "b"}
-    assert names(split.train) == names(tuple(samples)) - {"3"}
+    assert names(split.train) == names(samples) - {"3"}

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftline.data.packing import Pack, PackPlan, build_pack, plan_packs
-from draftline.data.tokens import Sample, anchor_mask
+from draftline.data.store import Sample
+from draftline.data.tokens import anchor_mask
 from draftline.errors import DataError
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftline.choices import Choices
 from draftline.data.batches import derive_table
 from draftline.data.packing import Pack, build_pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.decode.chain import ChainDecoder
 from draftline.model.drafter.backbone import Drafter, DrafterShape
 from draftline.model.drafter.losses import LossSpec

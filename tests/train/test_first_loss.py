@@ -14,7 +14,7 @@ from draftline.choices import Choices
 from draftline.config.load import load_config
 from draftline.data.builtin import demo_config
 from draftline.data.packing import build_pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.model.drafter.init import final_gain, init_drafter
 from draftline.model.head import Head
 from draftline.model.target.target import Target

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.data.packing import Pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample, token_lengths
 from draftline.errors import ConfigError
 from draftline.runtime.devices import free_host_bytes
 from draftline.runtime.staging import Staging
@@ -77,7 +77,7 @@ def measure(
 ) -> Tensor:
     """The first `width` channels of the samples `members`, on the worker's device, without their
     position 0: `[tokens, width]` in the order of the worker's packs."""
-    lengths = [len(s.input_ids) for s in samples]
+    lengths = token_lengths(samples)
     found = []
     for pack in _groups(lengths, members, len(worker.row)):
         worker.run(samples, pack)
@@ -94,7 +94,7 @@ class FeatureCache:
     def __init__(self, target: Tapped, samples: Sequence[Sample], *, last_hidden: bool) -> None:
         """Allocates nothing; `fill` does."""
         self._samples = samples
-        self._lengths = [len(s.input_ids) for s in samples]
+        self._lengths = token_lengths(samples)
         self._offsets = [0, *np.cumsum(self._lengths).tolist()]
         self._size = feature_size(target, self._offsets[-1], last_hidden=last_hidden)
         self._store: Tensor | None = None

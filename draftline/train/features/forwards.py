@@ -15,7 +15,7 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.data.batches import BatchTable, Shape
 from draftline.data.packing import Pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.errors import RunError
 from draftline.model.target.target import Target
 from draftline.runtime.graphs import GraphPool, Replayed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import synchronize
 from draftline.runtime.reduce import Reducer

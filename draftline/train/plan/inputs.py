@@ -24,7 +24,8 @@ from draftline.data.conversations import NOTES, Reading, Reject, read_conversati
 from draftline.data.dates import pinned, writes_date
 from draftline.data.heldout import Split, count_conversations, hold_out, leave_out
 from draftline.data.packing import PackPlan, plan_packs
-from draftline.data.tokens import Sample, Tokenized, token_counts, tokenize
+from draftline.data.store import Sample, Samples, token_lengths
+from draftline.data.tokens import Tokenized, token_counts, tokenize
 from draftline.errors import DataError, TargetError
 from draftline.model.drafter.backbone import DrafterShape
 from draftline.model.drafter.init import build_shape
@@ -51,7 +52,7 @@ class Inputs:
     template wrote, None where it writes none."""
 
     facts: TargetFacts
-    samples: tuple[Sample, ...]
+    samples: Samples
     rejects: tuple[Reject, ...]
     rows: int
     supervised_tokens: int
@@ -59,13 +60,13 @@ class Inputs:
     shape: DrafterShape
     token_ids: Tensor | None
     estimated: bool = False
-    heldout: tuple[Sample, ...] = ()
+    heldout: Samples = field(default_factory=lambda: Samples.of(()))
     notes: Mapping[str, int] = field(default_factory=dict)
     date: datetime.date | None = None
 
     @property
     def tokens(self) -> int:
-        return sum(len(s.input_ids) for s in self.samples)
+        return int(self.samples.lengths.sum())
 
     def summary(self) -> str:
         """One line about the data, rejected rows by reason included."""
@@ -123,7 +124,7 @@ def open_target(
 def epoch_packs(config: Config, samples: Sequence[Sample], epoch: int) -> PackPlan:
     """The packs of one epoch, in their order."""
     return plan_packs(
-        [len(sample.input_ids) for sample in samples],
+        token_lengths(samples),
         token_budget=config.token_budget,
         max_batch_size=config.max_batch_size,
         seed=config.run.seed,
@@ -218,7 +219,7 @@ def _tokenized(
 
 def _hold_out(
     config: Config,
-    samples: tuple[Sample, ...],
+    samples: Samples,
     facts: TargetFacts,
     date: datetime.date | None,
     choices: Choices,
@@ -226,7 +227,7 @@ def _hold_out(
     """The samples to train on and those that data.heldout keeps from it; recorded."""
     wanted = config.data.heldout
     if wanted is None:
-        return Split(samples, (), 0)
+        return Split(samples, Samples.of(()), 0)
     if isinstance(wanted, float):
         split = hold_out(samples, wanted)
         held = count_conversations(split.heldout)
@@ -241,7 +242,7 @@ def _hold_out(
         )
         return split
     if facts.tokenizer is None:
-        return Split(samples, (), 0)
+        return Split(samples, Samples.of(()), 0)
     reading = read_conversations([p for name in wanted for p in resolve_data(name)])
     tokenized = _tokenized(config, reading, facts, date)
     split = leave_out(samples, tokenized.samples)
@@ -307,8 +308,8 @@ def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
         ids = np.zeros(length, np.int32)
         mask = np.ones(length, np.bool_)
         samples.append(Sample(conversation.id, ids, mask, length < wanted))
-    total = sum(len(sample.input_ids) for sample in samples)
-    return Tokenized(tuple(samples), (), total, total, 0)
+    total = sum(token_lengths(samples))
+    return Tokenized(Samples.of(samples), (), total, total, 0)
 
 
 def _draft_vocabulary(

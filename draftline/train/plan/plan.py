@@ -12,6 +12,7 @@ import numpy as np
 from draftline.config.schema import Config
 from draftline.config.sections import MOST_STEPS
 from draftline.data.packing import PackPlan
+from draftline.data.store import token_lengths
 from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
@@ -215,7 +216,7 @@ def _anchored_pct(config: Config, inputs: Inputs, packs: PackPlan) -> float:
 
 def _padding_pct(config: Config, inputs: Inputs, packs: PackPlan) -> float:
     """Padding in the target's forwards over the first packs, of 100 computed tokens."""
-    lengths = [len(sample.input_ids) for sample in inputs.samples]
+    lengths = token_lengths(inputs.samples)
     table = batch_table(config, inputs.samples)
     real = computed = 0
     for pack in packs.packs[:_PADDED_PACKS]:

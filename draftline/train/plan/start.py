@@ -11,7 +11,7 @@ from draftline.choices import Choices
 from draftline.config.schema import Config
 from draftline.data.batches import BatchTable, check_table, derive_table
 from draftline.data.packing import Pack, PackArrays, plan_packs
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample, token_lengths
 from draftline.model.drafter.backbone import Drafter
 from draftline.model.drafter.init import init_drafter, measure_feature_scale
 from draftline.model.target.target import Target
@@ -27,7 +27,7 @@ _SCALE_SAMPLES = 32
 
 def batch_table(config: Config, samples: Sequence[Sample]) -> BatchTable:
     """The shapes of the target's forwards: the user's, or those that fit the samples."""
-    lengths = [len(s.input_ids) for s in samples]
+    lengths = token_lengths(samples)
     if config.target.batches is not None:
         return check_table(config.target.batches, max(lengths), config.token_budget)
     return derive_table(
@@ -66,7 +66,7 @@ def heldout_packs(config: Config, samples: Sequence[Sample]) -> tuple[Pack, ...]
     if not samples:
         return ()
     plan = plan_packs(
-        [len(sample.input_ids) for sample in samples],
+        token_lengths(samples),
         token_budget=config.token_budget,
         max_batch_size=config.max_batch_size,
         seed=0,

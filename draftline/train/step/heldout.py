@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from draftline.data.packing import Pack, PackArrays, build_pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.model.drafter.anchors import Anchors
 from draftline.runtime.graphs import GraphPool, Replayed
 from draftline.train.features.cache import FeatureWorker

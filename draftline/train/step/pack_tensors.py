@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftline.data.packing import Pack, PackArrays, build_pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.runtime.devices import upload
 from draftline.runtime.staging import Staging
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftline.data.packing import Pack, build_pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.model.drafter.anchors import Anchors, Blocks, build_blocks, sample_anchors
 
 

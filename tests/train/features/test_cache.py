@@ -21,7 +21,7 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.data.batches import derive_table
 from draftline.data.packing import Pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.errors import ConfigError, FallbackError
 from draftline.model.target.target import Target
 from draftline.train.features import cache as module

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.data.packing import Pack, PackArrays, build_pack
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.model.drafter.anchors import Anchors
 from draftline.model.drafter.losses import LossSpec

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftline.choices import Choices
-from draftline.data.tokens import Sample
+from draftline.data.store import Sample
 from draftline.errors import RunError
 from draftline.model.drafter.anchors import Anchors, build_blocks
 from draftline.model.drafter.backbone import Drafter
