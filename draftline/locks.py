@@ -102,11 +102,13 @@ def _same(descriptor: int, path: Path) -> bool:
 
 
 def _myself() -> dict[str, object]:
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name  # python -m
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200],
+        "command": " ".join([name, *sys.argv[1:]])[:200],
     }
 
 

@@ -158,7 +158,7 @@ def test_arrays_gzip_and_long_conversations_are_read(
     code, _, err = run("train", config)
     assert code == 0, err
     assert "3 samples of 3 rows" in err
-    assert "1 samples end early" in err
+    assert "1 sample ends early" in err
     assert "answers lie behind data.max_length" in err
 
 

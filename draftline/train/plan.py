@@ -14,6 +14,7 @@ from draftline.config_sections import MOST_STEPS
 from draftline.data.packing import PackPlan
 from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
+from draftline.progress import counted
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
 from draftline.train.features import feature_size
 from draftline.train.heldout_cost import HeldOutCost, heldout_cost
@@ -79,7 +80,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         about_steps = (
-            f"plan: {self.steps} steps, {self.epochs:.2f} epochs of {self.packs} packs, "
+            f"plan: {counted(self.steps, 'step')}, {self.epochs:.2f} epochs of "
+            f"{counted(self.packs, 'pack')}, "
             f"fill {self.fill_pct:.1f} % (limited by {self.limited_by})"
         )
         about_rows = (

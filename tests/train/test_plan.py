@@ -212,6 +212,7 @@ def test_the_plan_counts_what_measuring_costs(
     assert cost.host_bytes == 2 * (features + 18 * 100)
     assert plan.memory[0].parts["held-out"] == cost.host_bytes
     assert f"{cost.passes} forward passes every 4 steps" in "\n".join(plan.lines())
+    assert ": 1 forward pass every 4 steps" in replace(cost, passes=1).line()
     assert plan.to_dict()["heldout"]["positions"] == 108  # type: ignore[index]
     monkeypatch.setattr("draftline.train.plan.free_host_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match=r"held-out features need .* of host memory"):
