@@ -28,6 +28,8 @@ def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
     found = [_fault(lambda: locate_target(config.target.path))]
     for name in config.data.train:
         found += _file_faults("data.train", name)
+    for name in config.data.heldout if isinstance(config.data.heldout, list) else ():
+        found += _file_faults("data.heldout", name)
     if prompts:
         for key, name in config.evaluate.prompts.items():
             found += _file_faults(f"evaluate.prompts.{key}", name)

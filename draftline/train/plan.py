@@ -246,7 +246,7 @@ def _hours(
         fed = work.target * computed / known[0]
     if rate is not None:
         drafted = config.anchors * config.block_size / rate
-        basis = f"at the given {rate:g} rows/s a drafter; "
+        basis = f"at {rate:g} rows/s a drafter; "
         basis += "target estimated, not measured" if fed else "if no drafter waits for a target"
     elif known:
         drafted = work.drafter / known[0]

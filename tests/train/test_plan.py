@@ -122,7 +122,7 @@ def test_hours_come_from_a_rate_or_from_a_known_gpu(tmp_path: Path, inputs: Any)
     # 32 rows a pack at 16 rows/s are 2 s; two drafters work at once, and take two packs a step.
     given = planned(tmp_path, inputs, "3x141", rate=16.0).hours
     assert given.hours == pytest.approx(2.0)
-    assert str(given).startswith("2.0 hours (at the given 16 rows/s a drafter")
+    assert str(given).startswith("2.0 hours (at 16 rows/s a drafter")
     known = planned(tmp_path, inputs, "3xH200").hours
     assert "estimated from matrix work, not measured" in str(known)
     work = pack_work(config(tmp_path), inputs.facts, inputs.shape)
