@@ -393,3 +393,14 @@ def test_a_plan_that_cannot_be_is_refused(
     assert code == 2, out + err
     assert expected in err
     assert out == ""
+
+
+@pytest.mark.parametrize("command", [("config", "check"), ("plan",), ("train",)])
+def test_an_interrupt_is_said(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftline.config_file.load_config", interrupt)
+    assert run(*command, config) == (130, "", "interrupted\n")
