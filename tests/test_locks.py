@@ -56,6 +56,15 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
         pass
 
 
+def test_a_module_that_runs_is_called_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/draftline/__main__.py", "train", "my.yaml"])
+    path = tmp_path / ".lock"
+    with hold(path, WHAT, INSTEAD):
+        assert '"command": "draftline train my.yaml"' in path.read_text(encoding="utf-8")
+
+
 def test_a_kill_frees_it(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with holder(path) as process:

@@ -23,7 +23,12 @@ def export_command(
             "(Gemma, Granite), which vLLM needs folded into the drafter's weights."
         ),
     ] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace OUT where it is an export of draftline, or empty."
+        ),
+    ] = False,
 ) -> None:
     """Write the drafter in the z-lab layout, for vLLM, SGLang and the dflash package.
 

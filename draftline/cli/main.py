@@ -9,9 +9,10 @@ import shlex
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from draftline import __version__
 from draftline.cli.bench import bench_app
@@ -28,7 +29,19 @@ from draftline.cli.signal import (
 )
 from draftline.errors import ConfigError, DraftlineError
 
+
+class Commands(TyperGroup):
+    """Says that it was interrupted: typer would end without a word, and wait for hanging workers."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _leave("interrupted", 130)
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Train, evaluate and export block-diffusion drafters for speculative decoding.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -58,8 +71,6 @@ def main() -> None:
         _leave(f"error: {error}", error.exit_code)
     except OSError as error:  # a full or vanished disk where no room expected it
         _leave(f"error: {error}", 1)
-    except KeyboardInterrupt:
-        _leave("interrupted", 130)
 
 
 def _leave(message: str, code: int) -> NoReturn:

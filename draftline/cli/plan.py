@@ -28,12 +28,13 @@ def plan_command(
         bool,
         typer.Option(
             "--time",
-            help="Run one drafter's step here, as bench step does, and give the duration at its rate.",
+            help="Run three steps of one drafter here on random weights, as bench step does, and take "
+            "their rate.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Place workers, count steps, hours, memory and disk; load and allocate nothing.
+    """Place workers, count steps, hours, memory and disk; load no weights.
 
     Exits with 2 and the numbers when the run would not fit, or with every file that is missing. A
     target directory may hold config.json only: token counts are then guessed from characters.

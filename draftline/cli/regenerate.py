@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftline.errors import ConfigError, UserError
+from draftline.progress import counted
 
 if TYPE_CHECKING:
     from draftline.data.conversations import Conversation
@@ -34,7 +35,9 @@ _RESERVED = ("messages", "conversation", "tools", "tokenize", "add_generation_pr
 def regenerate_command(
     files: Annotated[list[Path], typer.Argument(help="Conversation files with the prompts.")],
     out: Annotated[Path, typer.Option(help="JSONL to write, a regular file.")],
-    target: Annotated[str, typer.Option(help="Target, as target.path.")] = "builtin:smollm2",
+    target: Annotated[
+        str, typer.Option(help="The target: what target.path may be.")
+    ] = "builtin:smollm2",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
     trust_remote_code: Annotated[
@@ -51,7 +54,7 @@ def regenerate_command(
         list[str] | None,
         typer.Option(
             metavar="T[,T...]",
-            help="0 is greedy; conversations are spread over several. Without it 0.",
+            help="0, the default, is greedy; conversations are spread over several.",
         ),
     ] = None,
     top_p: Annotated[
@@ -75,8 +78,10 @@ def regenerate_command(
         int, typer.Option(min=1, help="Longer prompts are left out and counted.")
     ] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 8,
-    limit: Annotated[int | None, typer.Option(min=1, help="First conversations only.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Answer this many conversations, the first ones.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Replace every answer by the target's own, which is what a drafter must be trained on.
 
@@ -97,7 +102,7 @@ def regenerate_command(
         sampling = _sampling(target, temperature, top_p, top_k, seed, target_sampling)
         reading = read_conversations(files, need_answer=False)
         for reason, count in reading.counts().items():
-            typer.echo(f"left out {count} rows: {reason}", err=True)
+            typer.echo(f"left out {counted(count, 'row')}: {reason}", err=True)
         chosen = reading.conversations[:limit]
         progress.stage(f"loading {target}")
 
@@ -129,7 +134,7 @@ def regenerate_command(
             progress=progress,
         )
     typer.echo(
-        f"{out}: {done.written} conversations, {done.new_tokens} new tokens; "
+        f"{out}: {counted(done.written, 'conversation')}, {done.new_tokens} new tokens; "
         f"{done.cut} cut at {max_new_tokens} tokens, {sum(done.dropped.values())} dropped or shortened"
     )
     for reason, count in done.dropped.items():
@@ -198,7 +203,9 @@ def _say_unread(
     rows = sum(bool(conversation.tools) for conversation in conversations)
     if rows and not reads("tools"):
         typer.echo(
-            f"{rows} rows have tools, which the target's chat template does not read", err=True
+            f"{counted(rows, 'row has', 'rows have')} tools, which the target's chat template does "
+            "not read",
+            err=True,
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,6 +17,14 @@ from draftline.config.yaml_text import parse_yaml, read_yaml_text
 from draftline.errors import ConfigError
 
 _MOST_SECTIONS = 16
+_YAML_WORDS = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true | false",
+    datetime.date: "date",
+    Any: "value",
+}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -102,15 +112,32 @@ def describe_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from describe_keys(annotation, f"{prefix}{name}.")
             continue
-        kind = annotation.__name__ if isinstance(annotation, type) else str(annotation)
         default = (
             "required"
             if field.is_required()
-            else repr(field.get_default(call_default_factory=True))
+            else json.dumps(field.get_default(call_default_factory=True))
         )
         yield KeyHelp(
             name=prefix + name,
-            type=kind.replace("typing.", ""),
+            type=_type_words(annotation),
             default=default,
             meaning=field.description or "",
         )
+
+
+def _type_words(annotation: Any) -> str:
+    """A type as somebody who writes YAML reads it: the values that may stand there."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is NoneType:
+        return "null"
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_words, arguments))
+    if origin is list:
+        return f"[{_type_words(arguments[0])}, ...]"
+    if origin is tuple:
+        return f"[{', '.join(map(_type_words, arguments))}]"
+    if origin is dict:
+        return f"{{{_type_words(arguments[0])}: {_type_words(arguments[1])}}}"
+    return _YAML_WORDS[annotation]

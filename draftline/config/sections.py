@@ -65,8 +65,8 @@ class RunSection(Section):
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
         examples=["auto", "cpu", "cuda", "cuda:0"],
-        description="Device of eval and bench step; auto takes cuda:0 where there is one, else cpu. "
-        "Of train where topology names no device: both sides then use this one, auto all GPUs.",
+        description="Device of eval and bench step (auto: cuda:0 where there is one, else cpu), and of "
+        "both sides of a training whose topology names none (auto: all GPUs).",
     )
     strict_choices: bool = Field(
         False, description="Make every recorded fallback an error instead of a warning."
@@ -148,7 +148,7 @@ class TargetSection(Section):
     tap_layers: list[int] | None = Field(
         None, description="Explicit 0-based layer ids (z-lab target_layer_ids) instead of num_taps."
     )
-    trust_remote_code: bool = Field(False, description="Passed to transformers.")
+    trust_remote_code: bool = Field(False, description="Run the code that the target brings.")
     batches: list[tuple[int, int]] | None = Field(
         None,
         description="The (rows, length) shapes of target forwards; null derives a table from the "
@@ -259,9 +259,9 @@ class LossSection(Section):
         "acceptance (D-PACE, arXiv 2605.18810).",
     )
     gamma: float | None = Field(
-        None, ge=1e-3, le=1e6, description="Decay of `decay`; null takes 1 + 3/8 block_size."
+        None, ge=1e-3, le=1e6, description="gamma of kind decay; null takes 1 + 3/8 block_size."
     )
-    alpha: float = Field(0.5, ge=0, le=1, description="Smoothing of `dpace`.")
+    alpha: float = Field(0.5, ge=0, le=1, description="Smoothing of kind dpace.")
     soft_labels: float = Field(
         0.0,
         ge=0,

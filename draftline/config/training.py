@@ -125,7 +125,9 @@ class EvaluateSection(Section):
     prompts: dict[str, str] = Field(
         default_factory=dict, description="Name -> prompt file (or builtin:demo-heldout)."
     )
-    temperatures: list[float] = Field(default_factory=lambda: [0.0], description="One table each.")
+    temperatures: list[float] = Field(
+        default_factory=lambda: [0.0], description="0 is greedy; each has its rows in the table."
+    )
     max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS, description="Tokens generated a prompt.")
     batch_size: int = Field(8, ge=1, le=MOST_TOKENS, description="Prompts decoded together.")
     limit: int | None = Field(

@@ -20,6 +20,7 @@ from draftline.data.generated import normal_arguments
 from draftline.decode.dialogue import questions
 from draftline.errors import ConfigError, DataError
 from draftline.files import irregular
+from draftline.progress import counted
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,11 @@ class AnswerFile:
             raise
         if self._rows:
             log.info(
-                "%s already holds %d conversations, which are kept; move it away to start anew",
+                "%s already holds %s; move it away to start anew",
                 self.path,
-                len(self._rows),
+                counted(
+                    len(self._rows), "conversation, which is kept", "conversations, which are kept"
+                ),
             )
         return self
 

@@ -158,7 +158,7 @@ def test_arrays_gzip_and_long_conversations_are_read(
     code, _, err = run("train", config)
     assert code == 0, err
     assert "3 samples of 3 rows" in err
-    assert "1 samples end early" in err
+    assert "1 sample ends early" in err
     assert "answers lie behind data.max_length" in err
 
 
@@ -309,7 +309,7 @@ def test_plan_times_a_step_when_asked(run: Run, config: Path) -> None:
     assert code == 0, err
     assert "timing one drafter's step on random weights" in err
     assert "plan: timed 3 steps of one drafter on CPU" in out
-    assert "plan: duration under a minute (at the given " in out
+    assert "plan: duration under a minute (at " in out
     assert "duration unknown" not in out
     code, out, err = run("plan", config, "--time", "--json")
     tree = json.loads(out)
@@ -353,7 +353,7 @@ def test_plan_on_this_machine_and_on_one_that_is_only_thought_of(run: Run, confi
     assert code == 0, err
     assert "placement: 1 target(s) on cpu; 1 drafter(s) on cpu, 1 slot(s) each" in out
     assert "plan: 3 steps" in out
-    assert "under a minute (at the given 24 rows/s a drafter" in out
+    assert "under a minute (at 24 rows/s a drafter" in out
     eight = ("--devices", "8x141", "run.device=auto")
     code, out, err = run("plan", config, *eight, "topology.drafters=[cuda:5,cuda:6,cuda:7]")
     assert code == 0, err
@@ -404,3 +404,14 @@ def test_a_plan_that_cannot_be_is_refused(
     assert code == 2, out + err
     assert expected in err
     assert out == ""
+
+
+@pytest.mark.parametrize("command", [("config", "check"), ("plan",), ("train",)])
+def test_an_interrupt_is_said(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftline.config.load.load_config", interrupt)
+    assert run(*command, config) == (130, "", "interrupted\n")

@@ -645,8 +645,13 @@ def test_every_key_is_described() -> None:
     assert [key.name for key in described if not key.meaning.endswith((".", ")"))] == []
     assert {k.name for k in described if k.default == "required"} == {"target.path", "data.train"}
     by_name = {key.name: key for key in described}
-    assert by_name["drafter.num_heads"].type == "int | None"
-    assert by_name["drafter.init"].type == "Literal['scratch', 'target']"
+    assert by_name["drafter.num_heads"].type == "integer | null"
+    assert by_name["drafter.init"].type == "scratch | target"
+    assert by_name["topology.targets"].type == "auto | [text, ...]"
+    assert by_name["signal.on_volatile"].type == "stop | warn | null"
+    assert by_name["target.batches"].type == "[[integer, integer], ...] | null"
+    assert by_name["train.clip"].default == "1.0"
+    assert by_name["run.strict_choices"].default == "false"
     assert by_name["evaluate.temperatures"].default == "[0.0]"
     assert by_name["run.seed"].default == "0"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftline.errors import TargetError
 from draftline.model.target.checkpoint_files import StoredTensor
+from draftline.progress import counted
 
 # Beside the language model: further prediction layers, encoders and what joins them to it, heads
 # that judge. None of it is passed by text on its way to the next token.
@@ -55,8 +56,8 @@ def check_read(
     if harmful:
         text = model.config.get_text_config()
         raise TargetError(
-            f"target.path={path}: {len(harmful)} tensors of the checkpoint would stay unread, first "
-            f"{harmful[0]}: {type(model).__name__} with {text.num_hidden_layers} layers, as "
+            f"target.path={path}: {counted(len(harmful), 'tensor')} of the checkpoint would stay "
+            f"unread, first {harmful[0]}: {type(model).__name__} with {text.num_hidden_layers} layers, as "
             "config.json describes it, has no such part, so it would compute something else than "
             "the checkpoint; config.json is another model's, or does not tell of a quantisation"
         )

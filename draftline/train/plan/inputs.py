@@ -32,7 +32,7 @@ from draftline.model.drafter.init import build_shape
 from draftline.model.drafter.vocabulary import choose_draft_vocabulary, choose_mask_token
 from draftline.model.target.facts import TargetFacts, read_facts
 from draftline.model.target.target import Target, load_target
-from draftline.progress import doing
+from draftline.progress import counted, doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
 from draftline.train.plan.placement import device_type
 
@@ -72,15 +72,18 @@ class Inputs:
         """One line about the data, rejected rows by reason included."""
         about = "about " if self.estimated else ""
         text = (
-            f"data: {len(self.samples)} samples of {self.rows} rows, {about}{self.tokens} tokens, "
+            f"data: {counted(len(self.samples), 'sample')} of {counted(self.rows, 'row')}, "
+            f"{about}{self.tokens} tokens, "
             f"{self.supervised_tokens} supervised"
         )
         if self.heldout:
-            text += f"; {count_conversations(self.heldout)} conversations held out"
+            text += f"; {counted(count_conversations(self.heldout), 'conversation')} held out"
         if cut := sum(s.truncated for s in self.samples):
-            text += f"; {cut} samples end early (data.max_length, or cut by their generator)"
+            ends = counted(cut, "sample ends", "samples end")
+            text += f"; {ends} early (data.max_length, or cut by their generator)"
         if self.cut_turns:
-            text += f"; {self.cut_turns} answers lie behind data.max_length"
+            lie = counted(self.cut_turns, "answer lies", "answers lie")
+            text += f"; {lie} behind data.max_length"
         if self.rejects:
             counts = Counter(r.reason for r in self.rejects)
             text += "; left out " + ", ".join(f"{n} {reason}" for reason, n in counts.items())
@@ -155,7 +158,7 @@ def prepare(
     date = None
     if not estimated:
         date = settle_date(config, facts.tokenizer, choices, today)
-        with doing(f"tokenizing {len(reading.conversations)} conversations"):
+        with doing(f"tokenizing {counted(len(reading.conversations), 'conversation')}"):
             tokenized = _tokenized(config, reading, facts, date)
         used = np.zeros(max(facts.vocab_size, facts.embedding_rows), np.int64)
         for sample in tokenized.samples:

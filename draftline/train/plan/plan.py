@@ -15,6 +15,7 @@ from draftline.data.packing import PackPlan
 from draftline.data.store import token_lengths
 from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
+from draftline.progress import counted
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.heldout_cost import HeldOutCost, heldout_cost
@@ -80,7 +81,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         about_steps = (
-            f"plan: {self.steps} steps, {self.epochs:.2f} epochs of {self.packs} packs, "
+            f"plan: {counted(self.steps, 'step')}, {self.epochs:.2f} epochs of "
+            f"{counted(self.packs, 'pack')}, "
             f"fill {self.fill_pct:.1f} % (limited by {self.limited_by})"
         )
         about_rows = (
@@ -245,7 +247,7 @@ def _hours(
         fed = work.target * computed / known[0]
     if rate is not None:
         drafted = config.anchors * config.block_size / rate
-        basis = f"at the given {rate:g} rows/s a drafter; "
+        basis = f"at {rate:g} rows/s a drafter; "
         basis += "target estimated, not measured" if fed else "if no drafter waits for a target"
     elif known:
         drafted = work.drafter / known[0]

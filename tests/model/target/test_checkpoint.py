@@ -309,7 +309,7 @@ def test_a_tensor_of_the_language_model_that_stays_unread_is_refused(
 ) -> None:
     path = tiny_target_dir(tmp_path)
     add(name)(path)
-    assert f"1 tensors of the checkpoint would stay unread, first {name}: Llama" in refusal(path)
+    assert f"1 tensor of the checkpoint would stay unread, first {name}: Llama" in refusal(path)
 
 
 @pytest.mark.parametrize(

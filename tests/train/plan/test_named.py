@@ -50,6 +50,8 @@ def test_what_is_there_is_no_fault_and_nothing_is_made(config: Build, tmp_path: 
         ("data.train=[TMP]", "data.train: TMP is a directory; name its files"),
         ("data.train=['TMP/*.parquet']", "data.train: TMP/*.parquet matches no file"),
         ("data.train=['builtin:none']", "data.train: builtin:none is not embedded"),
+        ("data.heldout=[TMP/gone.jsonl]", "data.heldout: TMP/gone.jsonl does not exist"),
+        ("data.heldout=[TMP]", "data.heldout: TMP is a directory; name its files"),
         ("evaluate.prompts.math=TMP/gone", "evaluate.prompts.math: TMP/gone does not exist"),
         ("run.dir=TMP/talks.jsonl", "run.dir=TMP/talks.jsonl: TMP/talks.jsonl is a file"),
         ("run.dir=TMP/talks.jsonl/a/b", "TMP/talks.jsonl is a file; choose another with run.dir="),

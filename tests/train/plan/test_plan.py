@@ -122,7 +122,7 @@ def test_hours_come_from_a_rate_or_from_a_known_gpu(tmp_path: Path, inputs: Any)
     # 32 rows a pack at 16 rows/s are 2 s; two drafters work at once, and take two packs a step.
     given = planned(tmp_path, inputs, "3x141", rate=16.0).hours
     assert given.hours == pytest.approx(2.0)
-    assert str(given).startswith("2.0 hours (at the given 16 rows/s a drafter")
+    assert str(given).startswith("2.0 hours (at 16 rows/s a drafter")
     known = planned(tmp_path, inputs, "3xH200").hours
     assert "estimated from matrix work, not measured" in str(known)
     work = pack_work(config(tmp_path), inputs.facts, inputs.shape)
@@ -212,6 +212,7 @@ def test_the_plan_counts_what_measuring_costs(
     assert cost.host_bytes == 2 * (features + 18 * 100)
     assert plan.memory[0].parts["held-out"] == cost.host_bytes
     assert f"{cost.passes} forward passes every 4 steps" in "\n".join(plan.lines())
+    assert ": 1 forward pass every 4 steps" in replace(cost, passes=1).line()
     assert plan.to_dict()["heldout"]["positions"] == 108  # type: ignore[index]
     monkeypatch.setattr("draftline.train.plan.plan.free_host_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match=r"held-out features need .* of host memory"):
