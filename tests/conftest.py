@@ -15,8 +15,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-# A suite that a script starts in the background inherits a SIGINT that is ignored.
+# A suite that runs in the background or under nohup inherits signals that are ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # importlib mode puts no folder on the path; tests/support is imported from the root.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -149,7 +149,7 @@ def run(script: str, count: int) -> list[dict[str, Any]]:
     said = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=300)
             assert out, err
             said.append(json.loads(out))
     finally:
@@ -172,7 +172,7 @@ def three_machines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     said = sorted(map(json.loads, done.stdout.splitlines()), key=lambda s: s["rank"])
     assert [s["rank"] for s in said] == [0, 1, 2], done.stderr

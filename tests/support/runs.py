@@ -21,7 +21,7 @@ from draftline.config.schema import Config
 # The module that looks up `interrupts`; the one line to change when that moves.
 from draftline.train import loop as program
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 _WORDS = (
     "hello",
     "there",

@@ -23,7 +23,7 @@ from tests.support.runs import (
     write_talks,
 )
 
-WAIT_S = 100.0
+WAIT_S = 300.0
 # Rank and fault come from the environment; the fault is in machine 1's fifth update.
 SCRIPT = """
 import os

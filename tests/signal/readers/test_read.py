@@ -290,4 +290,4 @@ def test_reading_needs_no_torch() -> None:
     code = (
         f"import draftline.signal.readers.read, sys; assert not {{*{heavy}}} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
