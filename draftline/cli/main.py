@@ -27,6 +27,7 @@ from draftline.cli.signal import (
     watch_command,
 )
 from draftline.errors import ConfigError, DraftlineError
+from draftline.stopping import stopping
 
 app = typer.Typer(
     help="Train, evaluate and export block-diffusion drafters for speculative decoding.",
@@ -53,13 +54,23 @@ def main() -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     _quiet_transformers()
     try:
-        app()
+        with stopping():
+            app()
     except DraftlineError as error:
         _leave(f"error: {error}", error.exit_code)
     except OSError as error:  # a full or vanished disk where no room expected it
         _leave(f"error: {error}", 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not _by_ctrl_c(error):
+            raise
         _leave("interrupted", 130)
+
+
+def _by_ctrl_c(error: BaseException | None) -> bool:
+    """Whether `error` came of a KeyboardInterrupt, which typer turns into a silent exit."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -404,3 +404,15 @@ def test_a_plan_that_cannot_be_is_refused(
     assert code == 2, out + err
     assert expected in err
     assert out == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_ctrl_c_is_said_in_one_line(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftline.config.load.load_config", interrupted)
+    code, _, said = run(command, config)
+    assert (code, said) == (130, "interrupted\n")
