@@ -211,7 +211,8 @@ def evaluate_command(
     config = restored.config
     choices = Choices(strict=config.run.strict_choices)
     target = open_target(config, choices)
-    restored.check_target(target)
+    if another := restored.check_target(target):
+        print(f"warning: {another}", file=sys.stderr)
     token_ids = restored.token_ids
     draft = DraftModel(
         restored.drafter(target.device, target.dtype),
@@ -228,7 +229,6 @@ def evaluate_command(
         batch_size=section.batch_size,
         seed=config.run.seed,
         plain=PlainOutputs() if section.plain else None,
-        progress=lambda text: print(text, file=sys.stderr),
     )
     _print_table(score_table(scores, f"{restored.checkpoint.path}"))
     for score in scores:
@@ -237,6 +237,7 @@ def evaluate_command(
         facts = {
             "checkpoint": str(restored.checkpoint.path),
             "step": restored.checkpoint.step,
+            "another_target": another or None,
             "config": config.model_dump(mode="json"),
             "provenance": provenance(),
             "scores": [score.to_dict() for score in scores],

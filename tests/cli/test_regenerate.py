@@ -102,9 +102,12 @@ def test_answers_are_written_and_a_second_call_keeps_them(
 def test_answers_that_a_cut_one_took_away_are_counted(
     run: Run, tmp_path: Path, target_dir: Callable[[str], Path]
 ) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 3
+
+    def turns(word: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": word}, {"role": "assistant", "content": "b"}] * 3
+
     path, out = tmp_path / "turns.jsonl", tmp_path / "answers.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "messages": turns}) + "\n" for i in "xyz"))
+    path.write_text("".join(json.dumps({"id": i, "messages": turns(i)}) + "\n" for i in "xyz"))
     target = target_dir("llama")
     code, text, err = run(path, "--out", out, "--target", target, "--max-new-tokens", 1)
     assert code == 0, err

@@ -30,6 +30,7 @@ from draftline.model.drafter.backbone import DrafterShape
 from draftline.model.drafter.init import build_shape
 from draftline.model.drafter.vocabulary import choose_draft_vocabulary, choose_mask_token
 from draftline.model.target.facts import TargetFacts, read_facts
+from draftline.model.target.identity import target_digest
 from draftline.model.target.target import Target, load_target
 from draftline.progress import doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
@@ -351,7 +352,8 @@ def _arithmetic(config: Any) -> str:
 
 
 def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> str:
-    """16 hex digits that are the same exactly when the samples' features would be."""
+    """Two times 16 hex digits: of the target (`target_digest`), and of the samples' features, the same
+    exactly when these would be."""
     digest = hashlib.sha256()
     soft = config.loss.soft_labels > 0
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())
@@ -368,4 +370,4 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     for sample in samples:
         digest.update(sample.input_ids.tobytes())
         digest.update(b"|")
-    return digest.hexdigest()[:16]
+    return f"{target_digest(target)}-{digest.hexdigest()[:16]}"
