@@ -173,7 +173,10 @@ def evaluate(
             alike = open_decoder(None, wide) if plain is not None and wide > 1 else ordinary
             for name, group in prompts.items():
                 decode = partial(
-                    _decode, f"{name} at temperature {temperature:g}", group, max_new_tokens
+                    _decode,
+                    what=f"{name} at temperature {temperature:g}",
+                    prompts=group,
+                    max_new_tokens=max_new_tokens,
                 )
                 decoded = decode(speculative, "speculative")
                 if plain is None or ordinary is None or alike is None:
@@ -205,7 +208,7 @@ def _shared_width(target: Target, rows: int, block: int) -> int:
 
 
 def _decode(
-    what: str, prompts: Prompts, max_new_tokens: int, decoder: ChainDecoder, how: str
+    decoder: ChainDecoder, how: str, *, what: str, prompts: Prompts, max_new_tokens: int
 ) -> list[Decoded]:
     """Every batch of a set, with progress: `what` is decoded, and `how`."""
     rows, found = decoder.rows, list[Decoded]()

@@ -77,7 +77,7 @@ def test_another_target_of_the_same_shape_is_refused_unless_asked_for(
     other = build_target(seed=1)
     assert restore(path).check_target(target) == ""
     assert restore(path).check_target(build_target(dtype=torch.bfloat16)) == ""
-    with pytest.raises(TargetError, match="somewhere are not those .* trained with; restore them"):
+    with pytest.raises(TargetError, match=r"somewhere are not those .* trained with; restore them"):
         restore(path).check_target(other)
     warned = restore(path, ["target.path=elsewhere"]).check_target(other)
     assert "elsewhere are not those that the drafter was trained with" in warned
