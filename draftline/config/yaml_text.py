@@ -57,6 +57,8 @@ def parse_yaml(text: str, what: str) -> object:
 def _words(error: yaml.YAMLError) -> str:
     """On one line, without the name that PyYAML gives to a text."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if problem and "'\\t'" in problem:
+        problem = "a tab, which YAML allows for no indentation; use spaces"
     if mark is None or problem is None:
         return " ".join(str(error).replace('in "<unicode string>", ', "").split())
     context = getattr(error, "context", None)

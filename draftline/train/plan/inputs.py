@@ -173,6 +173,8 @@ def prepare(
     notes.update(tokenized.notes)
     for note, count in notes.items():
         log.info("data: %d x %s: %s", count, note, NOTES[note])
+    if hint := _others_words(config, reading):
+        log.info("data: %s", hint)
     split = _hold_out(config, tokenized.samples, facts, date, choices)
     if config.max_anchors is None:
         choices.record(
@@ -197,6 +199,19 @@ def prepare(
         heldout=split.heldout,
         notes=notes,
         date=date,
+    )
+
+
+def _others_words(config: Config, reading: Reading) -> str:
+    """What to expect of answers that may not be the target's own, "" where few are."""
+    if all(name.startswith("builtin:") for name in config.data.train):
+        return ""  # made with the embedded target
+    texts = sum(not c.generated and c.tokens is None for c in reading.conversations)
+    if 2 * texts <= len(reading.conversations):
+        return ""
+    return (
+        f"{texts} of {len(reading.conversations)} conversations are text, not this target's own words: "
+        "accept_length on its real answers may be far lower; `draftline regenerate` writes those"
     )
 
 
