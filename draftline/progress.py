@@ -25,18 +25,23 @@ class Job:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._done = self._total = 0
-        self._unit = ""
+        self._unit = self._tokens = ""
 
-    def reached(self, done: int, total: int, unit: str = "") -> None:
-        """Now `done` of `total` `unit` are finished; said the next time that something is said."""
+    def reached(self, done: int, total: int, unit: str = "", tokens: int | None = None) -> None:
+        """Now `done` of `total` `unit` are finished, and `tokens` generated; said the next time that
+        something is said."""
         self._done, self._total, self._unit = done, total, unit
+        if tokens is not None:
+            rate = tokens / max(time.monotonic() - self._began, 1e-9)
+            self._tokens = f", {tokens} tokens, {rate:.1f} tok/s"
 
     def state(self) -> str:
         """How long it has taken, and how far it is and how long the rest will take where that is known."""
         seconds = time.monotonic() - self._began
         if not self._total:
             return f"{seconds:.0f} s"
-        text = f"{self._done} of {self._total} {self._unit}".rstrip() + f", {seconds:.0f} s"
+        text = f"{self._done} of {self._total} {self._unit}".rstrip()
+        text += f"{self._tokens}, {seconds:.0f} s"
         if self._done:
             text += f", about {seconds * (self._total - self._done) / self._done:.0f} s left"
         return text

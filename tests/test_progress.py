@@ -51,3 +51,11 @@ def test_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.state() == "0 of 90 tokens, 12 s"
     job.reached(30, 90, "tokens")
     assert job.state() == "30 of 90 tokens, 12 s, about 24 s left"
+
+
+def test_tokens_are_said_with_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("draftline.progress.time.monotonic", lambda: now[0])
+    job, now[0] = Job(), 4.0
+    job.reached(2, 8, "prompts", tokens=100)
+    assert job.state() == "2 of 8 prompts, 100 tokens, 25.0 tok/s, 4 s, about 12 s left"

@@ -14,6 +14,7 @@ from draftline.config.load import build_config
 from draftline.config.schema import Config
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.model.drafter.backbone import Drafter, DrafterShape
+from draftline.model.target.identity import digest_in, target_digest
 from draftline.model.target.target import Target
 
 _FREE_KEYS = ("evaluate.", "run.", "target.path=", "target.dtype=", "data.template", "data.date=")
@@ -29,6 +30,7 @@ class Restored:
     taps: tuple[int, ...]
     num_target_layers: int
     token_ids: Tensor | None
+    target_named: bool = False
 
     def drafter(self, device: torch.device, dtype: torch.dtype) -> Drafter:
         """The drafter to evaluate (the averaged weights where the run averaged)."""
@@ -42,8 +44,11 @@ class Restored:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from None
         return drafter.to(device=device, dtype=dtype).requires_grad_(False)
 
-    def check_target(self, target: Target) -> None:
-        """Raises TargetError when `target` is not shaped like the one trained against."""
+    def check_target(self, target: Target) -> str:
+        """What to warn of: another target that was asked for by its path, "" for the one trained with.
+
+        Raises TargetError where it was not asked for, and where it is not shaped like that one.
+        """
         seen = (target.hidden_size, target.num_layers, target.taps)
         needed = (self.shape.hidden_size, self.num_target_layers, self.taps)
         if seen != needed:
@@ -51,6 +56,20 @@ class Restored:
                 f"the target has (hidden, layers, taps) = {seen}, the drafter was trained for "
                 f"{needed}; use the target it was trained with"
             )
+        if self.target_digest in (None, target_digest(target)):
+            return ""
+        said = f"the weights of {self.config.target.path} are not those that the drafter was trained with"
+        if self.target_named:
+            return f"{said}: this is another target, and it will accept fewer of its drafts"
+        raise TargetError(
+            f"{said}; restore them, or train a drafter for this target (`draftline eval` tries it all "
+            f"the same with target.path={self.config.target.path})"
+        )
+
+    @property
+    def target_digest(self) -> str | None:
+        """Of the target trained with; None where an earlier draftline did not note it."""
+        return digest_in(self.checkpoint.state.get("features", ""))
 
 
 def restore(path: Path, overrides: list[str] | None = None) -> Restored:
@@ -84,6 +103,7 @@ def restore(path: Path, overrides: list[str] | None = None) -> Restored:
             taps=tuple(state["taps"]),
             num_target_layers=int(state["num_target_layers"]),
             token_ids=checkpoint.tensors["drafter"].get("token_ids"),
+            target_named=any(o.startswith("target.path=") for o in overrides or []),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(

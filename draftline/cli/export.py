@@ -66,5 +66,7 @@ def export_command(
             overwrite=overwrite,
             choices=choices,
         )
-    typer.echo(f"exported step {restored.checkpoint.step} to {path}")
+    step, steps = restored.checkpoint.step, restored.checkpoint.state.get("total_steps", 0)
+    unfinished = f" of {steps}, of a run that is not finished," if step < steps else ""
+    typer.echo(f"exported step {step}{unfinished} to {path}")
     typer.echo("\n".join(serving(path, target, config.target)))

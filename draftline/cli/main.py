@@ -28,6 +28,7 @@ from draftline.cli.signal import (
     watch_command,
 )
 from draftline.errors import ConfigError, DraftlineError
+from draftline.stopping import stopping
 
 
 class Commands(TyperGroup):
@@ -66,11 +67,14 @@ def main() -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     _quiet_transformers()
     try:
-        app()
+        with stopping():
+            app()
     except DraftlineError as error:
         _leave(f"error: {error}", error.exit_code)
     except OSError as error:  # a full or vanished disk where no room expected it
         _leave(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -211,7 +215,8 @@ def evaluate_command(
     config = restored.config
     choices = Choices(strict=config.run.strict_choices)
     target = open_target(config, choices)
-    restored.check_target(target)
+    if another := restored.check_target(target):
+        print(f"warning: {another}", file=sys.stderr)
     token_ids = restored.token_ids
     draft = DraftModel(
         restored.drafter(target.device, target.dtype),
@@ -228,7 +233,6 @@ def evaluate_command(
         batch_size=section.batch_size,
         seed=config.run.seed,
         plain=PlainOutputs() if section.plain else None,
-        progress=lambda text: print(text, file=sys.stderr),
     )
     _print_table(score_table(scores, f"{restored.checkpoint.path}"))
     for score in scores:
@@ -237,6 +241,7 @@ def evaluate_command(
         facts = {
             "checkpoint": str(restored.checkpoint.path),
             "step": restored.checkpoint.step,
+            "another_target": another or None,
             "config": config.model_dump(mode="json"),
             "provenance": provenance(),
             "scores": [score.to_dict() for score in scores],

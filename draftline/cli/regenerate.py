@@ -72,7 +72,11 @@ def regenerate_command(
         ),
     ] = False,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longer answers are cut and marked finish_reason=length.")
+        int,
+        typer.Option(
+            min=1,
+            help="Longer answers are cut, marked finish_reason=length, and end their conversation.",
+        ),
     ] = 512,
     max_prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Longer prompts are left out and counted.")
@@ -137,6 +141,11 @@ def regenerate_command(
         f"{out}: {counted(done.written, 'conversation')}, {done.new_tokens} new tokens; "
         f"{done.cut} cut at {max_new_tokens} tokens, {sum(done.dropped.values())} dropped or shortened"
     )
+    if done.unasked:
+        typer.echo(
+            f"{done.unasked} later answers not asked for, because an earlier one was cut; "
+            "raise --max-new-tokens"
+        )
     for reason, count in done.dropped.items():
         typer.echo(f"dropped or shortened {count}: {reason}")
 

@@ -217,6 +217,8 @@ def _lines(item: Any) -> Iterator[str]:
         note = "; yes, no, on and off are flags, and null turns a key off" if kind == "flag" else ""
         where = next((part for part in item["loc"][len(path) :] if isinstance(part, int)), None)
         place = "" if where is None or kind == "missing" else f" (entry {where + 1})"
+        if kind == "list_type" and isinstance(value, str):
+            note += f": {key}=[{shown(value)}]"
         yield f"{key}={shown(value)}{place}: needs {wanted}{note}"
 
 

@@ -36,12 +36,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         text = read_yaml_text(path)
     except FileNotFoundError:
-        raise ConfigError(f"config {path} does not exist; see configs/ for examples") from None
+        raise ConfigError(
+            f"config {path} does not exist; README.md has one to begin with"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config {path} cannot be read: {error}") from None
     tree = parse_yaml(text, f"config {path}")
     if tree is None:
-        raise ConfigError(f"config {path} is empty; see configs/ for examples")
+        raise ConfigError(f"config {path} is empty; README.md has one to begin with")
     if not isinstance(tree, dict):
         kind = "a list" if isinstance(tree, list) else f"only {str(tree)[:40]!r}"
         raise ConfigError(f"config {path} holds {kind}, not keys with their values")

@@ -49,16 +49,23 @@ def parse_yaml(text: str, what: str) -> object:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} is not YAML: {_words(error)}") from None
+        raise ConfigError(f"{what} is not YAML: {_words(error, text)}") from None
     except ConfigError as error:
         raise ConfigError(f"{what}, {error}") from None
 
 
-def _words(error: yaml.YAMLError) -> str:
-    """On one line, without the name that PyYAML gives to a text."""
+def _words(error: yaml.YAMLError, text: str) -> str:
+    """On one line, without the name that PyYAML gives to a text; the usual slips by their names."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if problem and "'\\t'" in problem:
+        problem = "a tab, which YAML allows for no indentation; use spaces"
     if mark is None or problem is None:
         return " ".join(str(error).replace('in "<unicode string>", ', "").split())
+    here = text.split("\n")[min(mark.line, text.count("\n"))]
+    if "\t" in here[: len(here) - len(here.lstrip())]:
+        return f"line {mark.line + 1} is indented with a tab; use spaces"
+    if mark.line and text.startswith("{") and here.startswith("{"):
+        return "it looks like JSONL; name a data file in data.train, and give a configuration here"
     context = getattr(error, "context", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {context + ', ' if context else ''}{problem}"
 

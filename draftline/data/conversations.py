@@ -12,6 +12,7 @@ Only a lone surrogate, which is no text, rejects its row.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ __all__ = [
     "read_conversations",
     "write_rejects",
 ]
+
+log = logging.getLogger(__name__)
 
 NOTES = {
     "leading_turns_dropped": "no user turn leads to them and many templates refuse them",
@@ -173,7 +176,23 @@ def read_conversations(paths: Sequence[Path], *, need_answer: bool = True) -> Re
             "A row needs `messages` [{role, content}] or `conversations` [{from, value}] with a "
             f"user turn{' and an answer' * need_answer}"
         )
+    _say_lost(paths, kept, rejects)
     return Reading(tuple(kept), tuple(rejects), len(kept) + len(rejects), dict(notes))
+
+
+def _say_lost(
+    paths: Sequence[Path], kept: Sequence[Conversation], rejects: Sequence[Reject]
+) -> None:
+    """Warns of each file of which nothing is used, and of the first line that is no JSON."""
+    used = {conversation.origin.rpartition(":")[0] for conversation in kept}
+    for path in map(str, paths):
+        lost = [reject for reject in rejects if reject.file == path]
+        if lost and path not in used:
+            log.warning("%s: none of its rows is used: %s", path, describe_rejects(lost))
+        elif broken := [reject for reject in lost if reject.reason == "not_json"]:
+            first, more = broken[0], len(broken) - 1
+            others = f" ({more} more such lines)" if more else ""
+            log.warning("%s:%d is no JSON: %s%s", path, first.line, first.detail, others)
 
 
 def describe_rejects(rejects: Sequence[Reject]) -> str:

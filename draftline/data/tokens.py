@@ -95,11 +95,14 @@ def tokenize(
             else:
                 rejects.append(Reject(file, int(line), sample.id, *bad))
     if not samples:
-        raise DataError(
-            f"no sample to train on: {describe_rejects(rejects)}. Likely the template refuses the "
-            f"turns (see data.template), data.max_length={max_length} cuts before the answers, or "
-            f"block_size={block_size} is longer than the conversations"
-        )
+        way_out = {
+            "no_supervised_tokens": f"data.max_length={max_length} cuts before the answers; raise it",
+            "shorter_than_a_block": f"block_size={block_size} is longer than the answers; lower it",
+            "template_error": "the chat template refuses the turns; see data.template",
+        }
+        seen = dict.fromkeys(way_out[r.reason] for r in rejects if r.reason in way_out)
+        text = ". ".join([f"no sample to train on: {describe_rejects(rejects)}", *seen])
+        raise DataError(text)
     tokens = sum(token_lengths(samples))
     supervised = sum(int(sample.loss_mask.sum()) for sample in samples)
     return Tokenized(

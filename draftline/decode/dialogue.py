@@ -16,7 +16,8 @@ class Dialogue:
     Every answer is asked for anew, after a user's turn or a tool's. An answer that a tool's result
     follows stays in the history as the data has it, because the result belongs to it; what the target
     said in its place is kept beside it. An answer that is not to be trained on stays as well, and
-    nothing is asked in its place. `dropped` says why a dialogue ended before its last turn.
+    nothing is asked in its place. `cut` says that the last answer has no end, so that nothing follows it;
+    `dropped` why a dialogue ended before its last turn otherwise.
     """
 
     def __init__(self, conversation: Conversation) -> None:
@@ -27,11 +28,11 @@ class Dialogue:
         self._remaining = list(conversation.messages)
         self._calls_as_text = False
         self._settled: list[Message | str] = []
-        self._cut = False
+        self.cut = False
 
     @property
     def ended(self) -> bool:
-        return self._cut or not any(m.role in ("user", "tool") for m in self._remaining)
+        return self.cut or not any(m.role in ("user", "tool") for m in self._remaining)
 
     @property
     def finish_reason(self) -> str:
@@ -93,7 +94,7 @@ class Dialogue:
         )
         if given is None:
             self._settled.append(text)
-            self._cut = not stopped  # never continued: serving would show no such history
+            self.cut = not stopped  # never continued: serving would show no such history
         else:
             self._settled.append(self._remaining.pop(0))
 

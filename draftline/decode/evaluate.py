@@ -21,6 +21,7 @@ from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.decode.differences import Difference, first_differences
 from draftline.errors import DataError
 from draftline.model.target.target import Target
+from draftline.progress import doing
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,6 @@ def evaluate(
     batch_size: int,
     seed: int,
     plain: PlainOutputs | None,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Score]:
     """A score a prompt set and temperature; `plain` None leaves speed-up and identity unmeasured."""
     scores = []
@@ -172,16 +172,21 @@ def evaluate(
             wide = _shared_width(target, rows, block) if temperature == 0 else 1
             alike = open_decoder(None, wide) if plain is not None and wide > 1 else ordinary
             for name, group in prompts.items():
-                progress(f"{name} at temperature {temperature:g}: {len(group)} prompts")
-                decoded = _decode(speculative, group, max_new_tokens)
+                decode = partial(
+                    _decode,
+                    what=f"{name} at temperature {temperature:g}",
+                    prompts=group,
+                    max_new_tokens=max_new_tokens,
+                )
+                decoded = decode(speculative, "speculative")
                 if plain is None or ordinary is None or alike is None:
                     scores.append(_score(name, temperature, rows, decoded, None, math.nan))
                     continue
                 single, plain_rate = plain.get(
-                    (name, temperature, 1), partial(_decode, ordinary, group, max_new_tokens)
+                    (name, temperature, 1), partial(decode, ordinary, "plain")
                 )
                 reference, _ = plain.get(
-                    (name, temperature, wide), partial(_decode, alike, group, max_new_tokens)
+                    (name, temperature, wide), partial(decode, alike, f"plain, {wide} tokens a row")
                 )
                 score = _score(name, temperature, rows, decoded, reference, plain_rate)
                 if score.compared:
@@ -202,12 +207,21 @@ def _shared_width(target: Target, rows: int, block: int) -> int:
     return block if rounds and rows * block <= _FREE_ROWS else 1
 
 
-def _decode(decoder: ChainDecoder, prompts: Prompts, max_new_tokens: int) -> list[Decoded]:
-    rows = decoder.rows
-    return [
-        decoder.decode(prompts[first : first + rows], max_new_tokens)
-        for first in range(0, len(prompts), rows)
-    ]
+def _decode(
+    decoder: ChainDecoder, how: str, *, what: str, prompts: Prompts, max_new_tokens: int
+) -> list[Decoded]:
+    """Every batch of a set, with progress: `what` is decoded, and `how`."""
+    rows, found = decoder.rows, list[Decoded]()
+    with doing(f"{what}, {how}: {len(prompts)} prompts") as job:
+        for first in range(0, len(prompts), rows):
+            kept = sum(d.new_tokens for d in found)
+
+            def reached(tokens: int, done: int = first, kept: int = kept) -> None:
+                job.reached(done, len(prompts), "prompts", kept + tokens)
+
+            batch = prompts[first : first + rows]
+            found.append(decoder.decode(batch, max_new_tokens, progress=reached))
+    return found
 
 
 def _without_nan(value: object) -> object:

@@ -43,12 +43,14 @@ Waiting = tuple[Dialogue, list[int]]
 class Regenerated:
     """Counts of one regeneration; the conversations themselves are in the file.
 
-    `cut` rows end with an answer of max_new_tokens tokens; `dropped` dialogues ended before their
-    last turn, some of them without a row, by reason.
+    `cut` rows end with an answer of max_new_tokens tokens, after which `unasked` answers of their
+    conversations were not asked for; `dropped` dialogues ended before their last turn for another
+    reason, some of them without a row.
     """
 
     written: int
     cut: int
+    unasked: int
     dropped: Mapping[str, int]
     new_tokens: int
 
@@ -104,7 +106,7 @@ def regenerate(
     if not work.written and not len(out):
         why = ", ".join(f"{count} x {reason}" for reason, count in work.dropped.most_common())
         raise DataError(f"no conversation got an answer: {why or 'no turn asks for one'}")
-    return Regenerated(work.written, work.cut, dict(work.dropped), work.new_tokens)
+    return Regenerated(work.written, work.cut, work.unasked, dict(work.dropped), work.new_tokens)
 
 
 class _Work:
@@ -125,7 +127,7 @@ class _Work:
         self._template, self._generator = template, generator
         self._max_prompt_tokens, self._batch_size = max_prompt_tokens, batch_size
         self._progress = progress
-        self.written = self.cut = self.new_tokens = 0
+        self.written = self.cut = self.unasked = self.new_tokens = 0
         self.dropped: Counter[str] = Counter()
 
     def do(self, active: list[Dialogue]) -> None:
@@ -236,6 +238,7 @@ class _Work:
             if dialogue.id not in self._out:
                 asked += 1
                 lost += left if dialogue.ended else 0
+                self.unasked += left if dialogue.cut else 0
         if self._progress is not None:
             self._progress.settled(answers=asked, tokens=new_tokens)
         self._end([dialogue for dialogue, _ in batch if dialogue.ended], lost)

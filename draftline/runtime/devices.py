@@ -72,10 +72,11 @@ def parse_devices(text: str) -> tuple[DeviceFacts, ...]:
         number, gib = int(count), known.get(size.lower()) or float(size)
     except ValueError:
         number, gib = -1, 0.0
-    if not (0 <= number <= 4096 and 0 <= gib < 2**20):
+    # No GPUs of some size are more likely a slip than 0x0, which says that there is none.
+    if not (0 <= number <= 4096 and 0 <= gib < 2**20) or (number == 0) != (gib == 0):
         raise DeviceError(
-            f"--devices {text} is not COUNTxGIB such as 8x141, nor COUNTxNAME with a name of "
-            f"{', '.join(_KNOWN_GIB)}"
+            f"--devices {text} is not COUNTxGIB such as 8x141, nor COUNTxNAME such as 8xH200; "
+            f"only {', '.join(_KNOWN_GIB)} is a known name, and 0x0 plans for a CPU"
         )
     name = f"NVIDIA {size.upper()}" if size.lower() in known else f"GPU of {gib:g} GiB"
     return (DeviceFacts(name, int(gib * 2**30), int(gib * 2**30)),) * number

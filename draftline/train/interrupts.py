@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from draftline.stopping import stop
+
 log = logging.getLogger(__name__)
 
 
@@ -21,9 +23,10 @@ def interrupts() -> Iterator[threading.Event]:
         yield event
         return
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if event.is_set():
-            raise KeyboardInterrupt
+            stop(number, frame)
+            return
         log.warning("interrupted: finishing the step and writing a checkpoint (again: stop now)")
         event.set()
 
@@ -35,14 +38,10 @@ def interrupts() -> Iterator[threading.Event]:
 def ending() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, where there is nothing to save yet: the
     run's log then says how it ended, and what it holds is freed."""
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _handled(on_signal):
+    with _handled(stop):
         yield
 
 

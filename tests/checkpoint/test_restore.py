@@ -12,6 +12,7 @@ from draftline.checkpoint.restore import restore
 from draftline.checkpoint.store import save_checkpoint
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.model.drafter.backbone import Drafter
+from draftline.model.target.identity import target_digest
 from draftline.model.target.target import Target
 from tests.support.tiny import build_drafter, build_shape, build_target
 
@@ -66,6 +67,21 @@ def test_the_drafter_comes_back(
     assert torch.equal(loaded.fuse(features), drafter.fuse(features))
     assert restored.drafter(torch.device("cpu"), torch.bfloat16).fc.weight.dtype == torch.bfloat16
     restored.check_target(target)
+
+
+def test_another_target_of_the_same_shape_is_refused_unless_asked_for(
+    tmp_path: Path, target: Target, drafter: Drafter
+) -> None:
+    key = f"{target_digest(target)}-0"
+    path = save(tmp_path, 1, target, drafter, features=key)
+    other = build_target(seed=1)
+    assert restore(path).check_target(target) == ""
+    assert restore(path).check_target(build_target(dtype=torch.bfloat16)) == ""
+    with pytest.raises(TargetError, match=r"somewhere are not those .* trained with; restore them"):
+        restore(path).check_target(other)
+    warned = restore(path, ["target.path=elsewhere"]).check_target(other)
+    assert "elsewhere are not those that the drafter was trained with" in warned
+    assert restore(path, ["target.path=elsewhere"]).check_target(target) == ""
 
 
 def test_an_older_checkpoint_can_be_named(tmp_path: Path, target: Target, drafter: Drafter) -> None:

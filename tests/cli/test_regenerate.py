@@ -99,6 +99,23 @@ def test_answers_are_written_and_a_second_call_keeps_them(
     assert out.read_text() == before
 
 
+def test_answers_that_a_cut_one_took_away_are_counted(
+    run: Run, tmp_path: Path, target_dir: Callable[[str], Path]
+) -> None:
+
+    def turns(word: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": word}, {"role": "assistant", "content": "b"}] * 3
+
+    path, out = tmp_path / "turns.jsonl", tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "messages": turns(i)}) + "\n" for i in "xyz"))
+    target = target_dir("llama")
+    code, text, err = run(path, "--out", out, "--target", target, "--max-new-tokens", 1)
+    assert code == 0, err
+    assert [len(r["generated"]) for r in rows(out)] == [1, 1, 1]
+    assert "6 later answers not asked for, because an earlier one was cut" in text
+    assert "raise --max-new-tokens" in text
+
+
 def test_a_template_that_opens_and_drops_thinking_loses_nothing(
     run: Run, prompts: Path, tmp_path: Path, thinker: Path
 ) -> None:

@@ -398,7 +398,7 @@ def test_what_is_no_mapping_of_keys_is_refused(text: str, reason: str, tmp_path:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone.yaml does not exist; see configs/"):
+    with pytest.raises(ConfigError, match=r"gone.yaml does not exist; README.md has one"):
         load_config(tmp_path / "gone.yaml")
     with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be read"):
         load_config(tmp_path)
@@ -703,3 +703,26 @@ def test_anchors_are_a_sixth_of_the_budget(overrides: list[str], anchors: int) -
         assert anchors % chunks == 0
         if config.block_size < 1000:
             assert anchors * config.block_size % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run:\n\tdir: x\n", "line 2 is indented with a tab; use spaces"),
+        ("run:\n  dir: x\n\ttrain: y\n", "line 3 is indented with a tab; use spaces"),
+        (
+            '{"messages": []}\n{"messages": []}\n',
+            "it looks like JSONL; name a data file in data.train",
+        ),
+    ],
+)
+def test_usual_slips_in_yaml_are_said_by_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+
+
+def test_one_file_where_a_list_is_needed_is_shown_as_a_list() -> None:
+    with pytest.raises(ConfigError, match=re.escape("data.train=['answers.jsonl']")):
+        build_config({"train": {"steps": 1}}, ["data.train=answers.jsonl"])

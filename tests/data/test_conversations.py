@@ -319,3 +319,15 @@ def test_finish_reason_length_marks_the_last_answer_as_cut(tmp_path: Path) -> No
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [c.complete for c in read_conversations([path]).conversations] == [False, True]
+
+
+def test_a_file_of_which_nothing_is_used_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(json.dumps({"messages": turns}) + "\n{broken\n")
+    bad.write_text('{"prompt": "a"}\n' * 3)
+    read_conversations([good, bad])
+    assert f"{bad}: none of its rows is used: 3 rejected" in caplog.text
+    assert f"{good}:2 is no JSON: " in caplog.text

@@ -112,9 +112,9 @@ def test_plain_output_is_decoded_once_for_many_drafters(
     plain_calls = []
     decode = module._decode
 
-    def counted(decoder: ChainDecoder, *rest: Any) -> Any:
+    def counted(decoder: ChainDecoder, *rest: Any, **named: Any) -> Any:
         plain_calls.append(decoder.draft is None)
-        return decode(decoder, *rest)
+        return decode(decoder, *rest, **named)
 
     monkeypatch.setattr(module, "_decode", counted)
     plain = PlainOutputs()

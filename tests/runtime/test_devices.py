@@ -98,7 +98,21 @@ def test_thought_of_gpus_have_all_their_memory_free() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["8", "x", "8xx", "8x", "-1x80", "99999999999x1", "8x-3", "8xnan", "8xinf", "8xA9"]
+    "text",
+    [
+        "8",
+        "x",
+        "8xx",
+        "8x",
+        "-1x80",
+        "99999999999x1",
+        "8x-3",
+        "8xnan",
+        "8xinf",
+        "8xA9",
+        "0xH200",
+        "8x0",
+    ],
 )
 def test_what_is_no_list_of_gpus_is_refused(text: str) -> None:
     with pytest.raises(DeviceError, match=f"--devices {text} is not COUNTxGIB"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftline.runtime.memory import MemoryBaseline, MemoryChange
+from draftline.runtime.memory import MemoryBaseline, MemoryChange, sized
 
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -87,3 +87,11 @@ def test_devices_without_such_an_allocator_are_left_out(stats: list[dict[str, in
     cpu = torch.device("cpu")
     assert MemoryBaseline([cpu]).changes() == []
     assert [c.device for c in MemoryBaseline([cpu, GPUS[1]]).changes()] == ["cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 bytes"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (32 << 20, "0.03 GiB")],
+)
+def test_a_size_is_said_in_the_unit_that_shows_it(count: int, said: str) -> None:
+    assert sized(count) == said

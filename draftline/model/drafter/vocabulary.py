@@ -48,6 +48,7 @@ def choose_mask_token(
         if problem is not None:
             raise ConfigError(
                 f"drafter.mask_token_id={explicit} {problem}; the embedding has rows 0..{rows - 1}"
+                f"{_suggestion(target, used)}"
             )
         return explicit
     for token_id, reason in _candidates(target):
@@ -59,7 +60,16 @@ def choose_mask_token(
     raise ConfigError(
         "drafter.mask_token_id cannot be chosen: the target has no unused embedding row or special "
         f"token; set an id of 0..{rows - 1} that never occurs in your data"
+        f"{_suggestion(target, used)}"
     )
+
+
+def _suggestion(target: Vocabulary, used: NDArray[np.int64]) -> str:
+    """The last id that qualifies, which is the rarest in most vocabularies."""
+    for token_id in reversed(range(target.embedding.shape[0])):
+        if _problem(target, token_id, used) is None:
+            return f", such as {token_id}"
+    return "; every one occurs in it, ends or pads a text, or is empty"
 
 
 def _candidates(target: Vocabulary) -> list[tuple[int, str]]:

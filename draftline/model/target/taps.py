@@ -22,9 +22,15 @@ def choose_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     gaps = max(num_taps - 1, 1)
     ids = tuple(round(1 + i * (num_layers - 4) / gaps) for i in range(num_taps))
     if len(set(ids)) < num_taps or num_layers < 4:
+        # Distinct ids over that span; one tap alone lies in the middle.
+        most = num_layers - 3 if num_layers > 3 else int(num_layers > 2)
+        way_out = (
+            f"target.num_taps is at most {most} here" if most else "target.num_taps finds none"
+        )
+        named = f"may name some of 0..{num_layers - 2}" if num_layers > 1 else "has none to name"
         raise TargetError(
-            f"the target has {num_layers} layers, too few for {num_taps} distinct taps from layer 1 "
-            f"to layer {max(num_layers - 3, 1)}; lower target.num_taps or set target.tap_layers"
+            f"the target has {num_layers} layers, too few for {num_taps} distinct taps; {way_out}, and "
+            f"target.tap_layers {named}"
         )
     return ids
 

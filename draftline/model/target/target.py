@@ -73,6 +73,7 @@ class Target:
         own = own_answers(decoder) if self.fidelity.untried else None
         self.embed_scale, self.head = probe(model, layers[0])
         self.vocab_size = int(self.head.weight.shape[0])
+        self.dequantised = False
         self.stop_ids = stop_ids(model, text_config, tokenizer)
         self._attach(model)
         if own is not None:
@@ -218,7 +219,7 @@ def load_target(
             choices.record("target.dtype", wanted="auto", got=dtype, reason=reason)
     source = resolve_target(path, weights=True)
     # First of all: what is no language model at all may have no tokenizer either.
-    open_config(path, source, trust_remote_code)
+    _, quantisation = open_config(path, source, trust_remote_code)
     tokenizer = load_tokenizer(path, source, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise TargetError(
@@ -236,6 +237,7 @@ def load_target(
     check_vocabulary(path, tokenizer, model)
     with named(path):
         target = Target(model, tokenizer, taps=taps, num_taps=num_taps, context=context)
+    target.dequantised = quantisation is not None
     if choices is not None:
         _record(target, context, choices)
     return target

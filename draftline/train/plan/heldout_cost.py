@@ -9,6 +9,7 @@ import numpy as np
 from draftline.config.schema import Config
 from draftline.data.heldout import count_conversations
 from draftline.progress import counted
+from draftline.runtime.memory import sized
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.inputs import Inputs
 from draftline.train.plan.start import heldout_packs
@@ -37,7 +38,7 @@ class HeldOutCost:
             f"plan: {counted(self.conversations, 'conversation')} held out, {self.positions} "
             f"positions: {counted(self.passes, 'forward pass', 'forward passes')} every {self.every} "
             "steps and at the end, "
-            f"{self.work_pct:.1f} % on top of a drafter's work; {self.host_bytes / 2**30:.2f} GiB "
+            f"{self.work_pct:.1f} % on top of a drafter's work; {sized(self.host_bytes)} "
             "on the host"
         )
 

@@ -31,6 +31,7 @@ from draftline.model.drafter.backbone import DrafterShape
 from draftline.model.drafter.init import build_shape
 from draftline.model.drafter.vocabulary import choose_draft_vocabulary, choose_mask_token
 from draftline.model.target.facts import TargetFacts, read_facts
+from draftline.model.target.identity import target_digest
 from draftline.model.target.target import Target, load_target
 from draftline.progress import counted, doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
@@ -176,6 +177,8 @@ def prepare(
     notes.update(tokenized.notes)
     for note, count in notes.items():
         log.info("data: %d x %s: %s", count, note, NOTES[note])
+    if hint := _others_words(config, reading):
+        log.info("data: %s", hint)
     split = _hold_out(config, tokenized.samples, facts, date, choices)
     if config.max_anchors is None:
         choices.record(
@@ -200,6 +203,19 @@ def prepare(
         heldout=split.heldout,
         notes=notes,
         date=date,
+    )
+
+
+def _others_words(config: Config, reading: Reading) -> str:
+    """What to expect of answers that may not be the target's own, "" where few are."""
+    if all(name.startswith("builtin:") for name in config.data.train):
+        return ""  # made with the embedded target
+    texts = sum(not c.generated and c.tokens is None for c in reading.conversations)
+    if 2 * texts <= len(reading.conversations):
+        return ""
+    return (
+        f"{texts} of {len(reading.conversations)} conversations are text, not this target's own words: "
+        "accept_length on its real answers may be far lower; `draftline regenerate` writes those"
     )
 
 
@@ -355,7 +371,8 @@ def _arithmetic(config: Any) -> str:
 
 
 def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> str:
-    """16 hex digits that are the same exactly when the samples' features would be."""
+    """Two times 16 hex digits: of the target (`target_digest`), and of the samples' features, the same
+    exactly when these would be."""
     digest = hashlib.sha256()
     soft = config.loss.soft_labels > 0
     digest.update(f"{target.dtype} {target.taps} {soft}".encode())
@@ -372,4 +389,4 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     for sample in samples:
         digest.update(sample.input_ids.tobytes())
         digest.update(b"|")
-    return digest.hexdigest()[:16]
+    return f"{target_digest(target)}-{digest.hexdigest()[:16]}"

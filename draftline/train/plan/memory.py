@@ -11,6 +11,7 @@ import torch
 from draftline.config.schema import Config
 from draftline.errors import DeviceError
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
+from draftline.runtime.memory import sized
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.heldout_cost import heldout_bytes
 from draftline.train.plan.inputs import Inputs
@@ -129,13 +130,13 @@ def check_memory(
         way_out = "let it span devices (topology.targets=[cuda:0+cuda:1]), or take a smaller target"
     elif saving > 0:
         enough = "enough" if row.total - saving <= (row.free_bytes or 0) else "not enough alone"
-        way_out = f"{knob} would lower it most, by {saving / _GIB:.2f} GiB ({enough})"
+        way_out = f"{knob} would lower it most, by {sized(saving)} ({enough})"
     if row.device in placement.shared and len(available) > 1:
         way_out += "; or part the two sides with topology.targets and topology.drafters"
     raise DeviceError(
-        f"{row.device} ({row.name}) needs at least {row.total / _GIB:.2f} GiB and "
-        f"{(row.free_bytes or 0) / _GIB:.2f} GiB are free; its largest part is {largest} with "
-        f"{row.parts[largest] / _GIB:.2f} GiB; {way_out}"
+        f"{row.device} ({row.name}) needs at least {sized(row.total)} and "
+        f"{sized(row.free_bytes or 0)} are free; its largest part is {largest} with "
+        f"{sized(row.parts[largest])}; {way_out}"
     )
 
 

@@ -1,11 +1,13 @@
 """Whether what a configuration names is there: target, data files, prompts, run directory.
 
-Nothing is loaded and nothing is made, so this takes a moment, and torch is not imported.
+Nothing is loaded and nothing that is made stays, so this takes a moment, and torch is not imported.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from draftline.config.schema import Config
 from draftline.data.builtin import resolve_data
 from draftline.errors import ConfigError, UserError
 from draftline.model.target.source import locate_target
+from draftline.model.target.taps import check_taps, choose_taps
 
 
 def check_named(config: Config, *, prompts: bool = True) -> None:
@@ -25,7 +28,7 @@ def check_named(config: Config, *, prompts: bool = True) -> None:
 def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
     """One line for each name that cannot be used: a target that is not there, a file that is missing
     or unreadable, a run directory that cannot be written."""
-    found = [_fault(lambda: locate_target(config.target.path))]
+    found = [_fault(lambda: _check_target(config))]
     for name in config.data.train:
         found += _file_faults("data.train", name)
     if isinstance(config.data.heldout, list):
@@ -38,6 +41,22 @@ def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
     if config.features.dir is not None:
         found.append(_directory_fault("features.dir", Path(config.features.dir)))
     return [fault for fault in found if fault]
+
+
+def _check_target(config: Config) -> None:
+    """Raises TargetError where the target is not there, or has too few layers for the taps."""
+    place = locate_target(config.target.path)
+    if not isinstance(place, Path) or not place.is_dir():
+        return
+    try:
+        tree = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        layers = int(tree.get("text_config", tree)["num_hidden_layers"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return  # said in full where it is read
+    if config.target.tap_layers is None:
+        choose_taps(layers, config.target.num_taps)
+    else:
+        check_taps(config.target.tap_layers, layers)
 
 
 def _fault(check: Callable[[], object]) -> str:
@@ -71,8 +90,14 @@ def _directory_fault(key: str, path: Path) -> str:
     # The nearest part that exists is where the rest would be made.
     for part in (path, *path.absolute().parents):
         if part.is_dir():
-            allowed = os.access(part, os.W_OK | os.X_OK)
-            return "" if allowed else f"{key}={path}: {part} cannot be written; {instead}"
+            if not os.access(part, os.W_OK | os.X_OK):
+                return f"{key}={path}: {part} cannot be written; {instead}"
+            try:
+                # Tried, since to the superuser, or in a kernel's directory, permissions say nothing.
+                tempfile.TemporaryDirectory(prefix=".draftline-", dir=part).cleanup()
+            except OSError as error:
+                return f"{key}={path}: {part} cannot be written ({error.strerror}); {instead}"
+            return ""
         if part.exists():
             return f"{key}={path}: {part} is a file; {instead}"
     return ""

@@ -231,7 +231,7 @@ def _choose(
     pace = min(targets / work.target, drafters / work.drafter)
     used = targets * min(span, len(every) - 1)
     reason = (
-        f"a pack is {work.target / 1e12:.0f} TFLOP for a target and {work.drafter / 1e12:.0f} for a "
+        f"a pack is {work.target / 1e12:.3g} TFLOP for a target and {work.drafter / 1e12:.3g} for a "
         f"drafter: of the time targets would be busy {100 * pace * work.target / targets:.0f} %, "
         f"drafters {100 * pace * work.drafter / drafters:.0f} %"
     )

@@ -17,6 +17,7 @@ from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
 from draftline.progress import counted
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
+from draftline.runtime.memory import sized
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.heldout_cost import HeldOutCost, heldout_cost
 from draftline.train.plan.inputs import Inputs
@@ -25,7 +26,6 @@ from draftline.train.plan.placement import Placement, accumulation
 from draftline.train.plan.start import batch_table
 from draftline.train.plan.work import pack_work
 
-_GIB = 2**30
 # Matrix work that an H200 does in a step of this kind, of 790 TFLOP/s measured at best
 # (bench/results); what other devices do is not known.
 _KNOWN_FLOPS = {"H200": 0.55 * 790e12}
@@ -87,7 +87,7 @@ class Plan:
         )
         about_rows = (
             f"plan: {self.rows} rows a step from {self.packs_per_step} pack(s), {self.accumulate} a "
-            f"drafter; drafter of {self.parameters / 1e6:.1f} M parameters"
+            f"drafter; drafter of {self._parameters()} parameters"
         )
         about_anchors = (
             f"plan: {self.anchors} anchors a pack, in an epoch at {self.anchored_pct:.0f} % of the "
@@ -95,10 +95,10 @@ class Plan:
         )
         about_target = f"plan: {self.padding_pct:.1f} % padding in target forwards"
         if self.cache_bytes:
-            about_target += f", feature cache {self.cache_bytes / _GIB:.2f} GiB"
+            about_target += f", feature cache {sized(self.cache_bytes)}"
         about_disk = (
-            f"plan: checkpoints of {self.checkpoint_bytes / _GIB:.2f} GiB, at most "
-            f"{self.disk_bytes / _GIB:.2f} GiB of disk"
+            f"plan: checkpoints of {sized(self.checkpoint_bytes)}, at most "
+            f"{sized(self.disk_bytes)} of disk"
         )
         lines = [*self.placement.lines(), about_steps, about_rows, about_anchors, about_target]
         if self.heldout is not None:
@@ -111,6 +111,10 @@ class Plan:
             "plan: memory, of which step and total are lower bounds",
             *table,
         ]
+
+    def _parameters(self) -> str:
+        small = self.parameters < 10**5
+        return str(self.parameters) if small else f"{self.parameters / 1e6:.1f} M"
 
     def to_dict(self) -> dict[str, object]:
         """Everything, as JSON takes it."""
@@ -264,8 +268,8 @@ def _check_host(heldout: HeldOutCost | None) -> None:
     free = free_host_bytes()
     if heldout is not None and free is not None and heldout.host_bytes > free:
         raise ConfigError(
-            f"the held-out features need {heldout.host_bytes / _GIB:.2f} GiB of host memory and "
-            f"{free / _GIB:.2f} GiB are free; lower data.heldout, or null measures on none"
+            f"the held-out features need {sized(heldout.host_bytes)} of host memory and "
+            f"{sized(free)} are free; lower data.heldout, or null measures on none"
         )
 
 
@@ -281,6 +285,6 @@ def _check_disk(plan: Plan, directory: Path) -> None:
         ) from None
     if plan.disk_bytes > free:
         raise ConfigError(
-            f"checkpoints need {plan.disk_bytes / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free "
+            f"checkpoints need {sized(plan.disk_bytes)} and {sized(free)} are free "
             f"at {there}; choose another run.dir or lower train.keep_checkpoints"
         )

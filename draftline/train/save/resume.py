@@ -12,6 +12,7 @@ from draftline.config.load import changed_keys
 from draftline.config.schema import Config
 from draftline.errors import ResumeError
 from draftline.model.drafter.backbone import Drafter
+from draftline.model.target.identity import digest_in
 from draftline.runtime.nodes import Nodes
 from draftline.train.step.step import TrainStep
 
@@ -97,9 +98,14 @@ def check_state(
 ) -> None:
     """Raises ResumeError when a run with these features and packs a step cannot go on from it."""
     state = checkpoint.state
+    if digest_in(state["features"]) not in (None, digest_in(features)):
+        raise ResumeError(
+            f"{checkpoint.path} was trained for another target: the weights behind target.path are not "
+            "those it began with; restore them, or start a new run in another run.dir"
+        )
     if state["features"] != features:
         raise ResumeError(
-            f"{checkpoint.path} was trained on other data, another target, other taps or another "
+            f"{checkpoint.path} was trained on other data, other taps, another target.dtype or "
             "data.date (files behind the same names may have changed); start a new run"
         )
     if state["packs_per_step"] != packs_per_step and not accept_changes:

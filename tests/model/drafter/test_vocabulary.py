@@ -118,6 +118,8 @@ def test_an_explicit_id_is_checked(token_id: int, problem: str) -> None:
         choose(target, token_id, used)
     assert f"drafter.mask_token_id={token_id} " in str(caught.value)
     assert problem in str(caught.value)
+    suggested = int(str(caught.value).partition(", such as ")[2])
+    assert choose(target, suggested, used)[0] == suggested
     assert f"0..{VOCAB_SIZE - 1}" in str(caught.value)
 
 

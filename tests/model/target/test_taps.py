@@ -50,6 +50,11 @@ def test_too_few_layers_name_both_numbers_and_the_keys(layers: int, count: int) 
     assert f"{layers} layers, too few for {count}" in message
     assert "target.num_taps" in message
     assert "target.tap_layers" in message
+    if layers > 3:
+        most = int(message.partition("num_taps is at most ")[2].split()[0].rstrip(","))
+        assert len(choose_taps(layers, most)) == most
+        with pytest.raises(TargetError):
+            choose_taps(layers, most + 1)
 
 
 def test_explicit_taps_are_kept() -> None:

@@ -159,3 +159,15 @@ def test_without_a_tokenizer_lengths_are_guessed_only_when_asked(
     cut = prepare(prepared("data.max_length=5", bare=True), Choices(), estimate=True)
     assert [len(s.input_ids) for s in cut.samples] == [5] * 3
     assert all(s.truncated for s in cut.samples)
+
+
+def test_answers_that_are_not_the_targets_own_are_said(
+    prepared: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    prepare(prepared(), Choices())
+    [said] = [m for m in caplog.messages if "not this target's own words" in m]
+    assert "draftline regenerate" in said
+    caplog.clear()
+    prepare(prepared("data.train=['builtin:demo-train']"), Choices())
+    assert "own words" not in caplog.text

@@ -22,7 +22,7 @@ def config(tmp_path: Path, target_dir: Callable[[str], Path]) -> Build:
     (tmp_path / "talks.jsonl").write_text("{}\n")
     tree: dict[str, Any] = {
         "run": {"dir": str(tmp_path / "runs" / "new")},
-        "target": {"path": str(target_dir("llama"))},
+        "target": {"path": str(target_dir("llama")), "num_taps": 1},
         "data": {"train": [str(tmp_path / "talks.jsonl")]},
         "train": {"steps": 1},
         "evaluate": {"prompts": {"talks": str(tmp_path / "talks.jsonl")}},
@@ -53,6 +53,9 @@ def test_what_is_there_is_no_fault_and_nothing_is_made(config: Build, tmp_path: 
         ("data.heldout=[TMP/gone.jsonl]", "data.heldout: TMP/gone.jsonl does not exist"),
         ("data.heldout=[TMP]", "data.heldout: TMP is a directory; name its files"),
         ("evaluate.prompts.math=TMP/gone", "evaluate.prompts.math: TMP/gone does not exist"),
+        ("target.num_taps=5", "target.num_taps is at most 3 here"),
+        ("target.tap_layers=[5]", "names the last layer"),
+        ("run.dir=/sys/kernel/x", "run.dir=/sys/kernel/x: /sys/kernel cannot be written ("),
         ("run.dir=TMP/talks.jsonl", "run.dir=TMP/talks.jsonl: TMP/talks.jsonl is a file"),
         ("run.dir=TMP/talks.jsonl/a/b", "TMP/talks.jsonl is a file; choose another with run.dir="),
         ("features={source: disk, dir: TMP/talks.jsonl}", "features.dir=TMP/talks.jsonl"),
