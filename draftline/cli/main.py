@@ -102,7 +102,7 @@ def config_check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a configuration, and that all it names is there; print its hash.
 
     Every fault is named at once: the target, data and prompt files that are missing or unreadable, a
-    run directory that cannot be written.
+    tracker that is not installed, a run directory that cannot be written.
     """
     from draftline.config.load import load_config
     from draftline.train.plan.named import check_named

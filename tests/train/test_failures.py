@@ -7,7 +7,9 @@ behind a checkpoint, and compares what can be continued after it with a run in w
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +23,11 @@ from draftline.checkpoint import store as checkpoint
 from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
 from draftline.choices import Choices
 from draftline.config.schema import Config
-from draftline.errors import DraftlineError, RunError
+from draftline.errors import ConfigError, DraftlineError, RunError
 from draftline.runtime import workers as crew
 from draftline.runtime.reduce import Reducer
 from draftline.runtime.ring import Ring
+from draftline.train import run as program
 from draftline.train.features.forwards import TargetForwards
 from draftline.train.loop import train
 from draftline.train.plan.inputs import Inputs, prepare
@@ -380,6 +383,20 @@ def test_a_later_stop_ends_a_run_once_and_with_a_checkpoint(
     assert kinds[-1] == "failed"
     assert kinds.count("end") == ends
     assert int(checkpoint_paths(run / "checkpoints")[0].name[-8:]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [(None, "train.trackers names wandb"), (types.ModuleType("wandb"), "wandb cannot be started")],
+)
+def test_a_tracker_that_cannot_start_is_known_before_anything_is_loaded(
+    base: Base, monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None, error: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    before(monkeypatch, program, "assemble", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=error):
+        base.train("untracked", "train.trackers=[wandb]", resume=False)
+    assert not (base.folder / "untracked").exists()
 
 
 def test_provenance_is_that_of_the_start(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:

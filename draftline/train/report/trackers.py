@@ -169,11 +169,7 @@ class WandbRun:
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         try:
             import wandb
-        except ImportError:
-            raise ConfigError(
-                "train.trackers names wandb, which is not installed: pip install 'draftline[wandb]'"
-            ) from None
-        try:
+
             self._run: Any = wandb.init(
                 project="draftline", dir=str(directory), config=dict(config)
             )
