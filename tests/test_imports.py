@@ -25,7 +25,16 @@ _SIGNAL_GROUND = tuple(
     )
 )
 # Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
-_GROUND = {"errors", "choices", "config", "files", "locks", "progress", "runlog"}
+_GROUND = {
+    "errors",
+    "choices",
+    "config",
+    "files",
+    "library_warnings",
+    "locks",
+    "progress",
+    "runlog",
+}
 _PARTS = _GROUND | {"runtime", "data", "model", "model.target", "model.drafter", "checkpoint"}
 _SIGNAL = {"signal", *_SIGNAL_GROUND, *(f"signal.{r}" for r in ("recorder", "readers", "judge"))}
 _TRAIN = {
@@ -36,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
     "files": set(),
+    "library_warnings": set(),
     "progress": set(),
     "choices": {"errors"},
     "locks": {"errors"},

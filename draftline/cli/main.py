@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import sys
@@ -27,6 +26,7 @@ from draftline.cli.signal import (
     watch_command,
 )
 from draftline.errors import ConfigError, DraftlineError
+from draftline.library_warnings import LIBRARY_WARNINGS
 
 app = typer.Typer(
     help="Train, evaluate and export block-diffusion drafters for speculative decoding.",
@@ -48,12 +48,10 @@ app.command("report")(report_command)
 
 def main() -> None:
     """Runs a command; draftline's own errors become one line on stderr and an exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpx2", "httpcore", "filelock", "transformers", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     _quiet_transformers()
     try:
-        app()
+        with LIBRARY_WARNINGS.held_back():
+            app()
     except DraftlineError as error:
         _leave(f"error: {error}", error.exit_code)
     except OSError as error:  # a full or vanished disk where no room expected it

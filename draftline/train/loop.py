@@ -15,6 +15,7 @@ from draftline.choices import Choices
 from draftline.config.schema import Config
 from draftline.data.conversations import write_rejects
 from draftline.errors import UserError
+from draftline.library_warnings import LIBRARY_WARNINGS
 from draftline.locks import hold
 from draftline.model.target.target import Target
 from draftline.runlog import RunLog, provenance, source_diff
@@ -139,7 +140,10 @@ def _train(
         config = dated(config, date)
     check_named(config, prompts=False)
     own_dir = run_dir if first or nodes is None else run_dir / f"machine-{nodes.rank}"
-    with RunLog(own_dir) as runlog:
+    with (
+        RunLog(own_dir) as runlog,
+        LIBRARY_WARNINGS.written_to(runlog.event, str(own_dir / "events.jsonl")),
+    ):
         choices.follow(runlog.event)
         if not first:
             # What the first machine says holds for all; warnings are each one's own.
