@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "train.plan": _PARTS | {"train.features", "train.step"},
     "train.save": _PARTS | {"train.features", "train.step", "train.plan"},
     "train.report": _PARTS | _SIGNAL | {"train.step"},
-    "train.pipeline": _PARTS | {f"train.{r}" for r in ("features", "step", "save", "report")},
+    "train.pipeline": _PARTS | (_TRAIN - {"train"}),
     "train": _PARTS | _SIGNAL | _TRAIN,
     "bench": _PARTS | _TRAIN,
     "decode": _PARTS - {"checkpoint"},

@@ -38,9 +38,8 @@ from draftline.train.plan.plan import Plan, plan_run
 from draftline.train.report.memory_watch import MemoryWatch
 from draftline.train.report.reporter import Reporter, Scale
 from draftline.train.report.trackers import Trackers
-from draftline.train.save.resume import check_state, share_state
+from draftline.train.save.resume import BEGINNING, take_up
 from draftline.train.save.saver import Saver
-from draftline.train.save.snapshot import load_state
 from draftline.train.step.heldout import HeldOutScore
 
 log = logging.getLogger(__name__)
@@ -65,16 +64,18 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A run's plan, and the packs of each of its epochs."""
+    """A run's plan, the packs of each of its epochs, and when planning `began` (perf_counter)."""
 
     plan: Plan
     packs_of: Callable[[int], PackPlan]
+    began: float
 
 
 def plan_here(
     config: Config, inputs: Inputs, choices: Choices, runlog: RunLog, nodes: Nodes | None
 ) -> Planned:
     """The plan of a run on this machine, said line by line; raises what refuses it."""
+    began = time.perf_counter()
     machines = 1 if nodes is None else nodes.count
     available = visible_devices()
     placement = place(config, inputs.facts, available, choices, nodes=machines)
@@ -86,7 +87,7 @@ def plan_here(
     for device in placement.devices:
         log.info("%s: %s", device, describe_device(device))
         runlog.event("device", {"device": str(device), "what": describe_device(device)})
-    return Planned(plan, packs_of)
+    return Planned(plan, packs_of, began)
 
 
 class Run:
@@ -108,10 +109,9 @@ class Run:
         made_by: Mapping[str, Any],
     ) -> None:
         """Loads and allocates all that it computes with. `made_by` is the running code's provenance."""
-        self._created = time.perf_counter()
         self.config, self.inputs, self.runlog, self.trackers = config, inputs, runlog, trackers
         self.gate, self.nodes, self.watch = gate, nodes, watch
-        self.plan, self._packs_of = planned.plan, planned.packs_of
+        self.plan, self._packs_of, self._began = planned.plan, planned.packs_of, planned.began
         machines, first = (1, True) if nodes is None else (nodes.count, nodes.is_first)
         self.parts = assemble(
             config,
@@ -152,43 +152,27 @@ class Run:
                 total_steps=self.plan.steps,
                 made_by=made_by,
             )
-        self._start, self._first_step = Position(0, 0, 0), 0
-        self._spent_before = 0.0
+        self._start = BEGINNING
         self._looked_for_news = time.monotonic()
 
     def load(self, checkpoint: Checkpoint | None, accept_changes: bool) -> None:
         """Takes up the state that a checkpoint holds, and machine 0's on the other machines."""
-        state: dict[str, Any] | None = None
-        if checkpoint is not None:
-            state = checkpoint.state
-            check_state(
-                checkpoint,
-                features=self.parts.key,
-                packs_per_step=self.share.packs_per_step,
-                accept_changes=accept_changes,
-            )
-            for step in self.parts.steps:
-                scale = checkpoint.tensors["drafter"]["feature_scale"]
-                step.drafter.feature_scale.copy_(scale)
-                load_state(step.optimizer, checkpoint.tensors)
-            log.info("resumed %s", checkpoint.path)
-        if self.nodes is not None:
-            state = self.nodes.broadcast_object(state)
-            share_state(self.nodes, self.parts.steps)
-        if state is not None:
-            self._start = Position(
-                int(state["next_number"]), int(state["epoch"]), int(state["next_pack"])
-            )
-            self._first_step = int(state["step"])
-            self._spent_before = float(state["seconds"])
+        self._start = take_up(
+            checkpoint,
+            self.parts.steps,
+            self.nodes,
+            features=self.parts.key,
+            packs_per_step=self.share.packs_per_step,
+            accept_changes=accept_changes,
+        )
 
     def go(self) -> Trained:
         """Runs to the last step, or to the next step boundary after Ctrl-C; raises what stopped it."""
         feed = Feed(
             lambda epoch: self._packs_of(epoch).packs,
             self.share,
-            self._start,
-            first_step=self._first_step,
+            self._start.position,
+            first_step=self._start.step,
             total_steps=self.plan.steps,
         )
         reporter = self._reporter(feed)
@@ -201,7 +185,7 @@ class Run:
             lead = Lead(
                 Schedule.of(self.config, self.plan.steps, held_out=bool(self.inputs.heldout)),
                 self.parts.steps,
-                first_step=self._first_step,
+                first_step=self._start.step,
                 tokens_per_step=self.config.token_budget * self.share.packs_per_step,
                 position=lambda step: feed.position(self._number(step)),
                 interrupted=interrupted,
@@ -213,19 +197,17 @@ class Run:
                 gate=self.gate,
                 watch=self.watch,
                 runlog=self.runlog,
-                began=self._created,
+                began=self._began,
                 deadline_s=self.config.topology.deadline_s,
             )
             pipeline = Pipeline(
                 crew,
                 self.gate,
+                config=self.config,
+                placement=self.plan.placement,
                 steps=self.parts.steps,
                 features=self.parts.features,
-                feature_devices=self.plan.placement.targets,
-                slots=self.plan.placement.slots,
                 samples=self.inputs.samples,
-                token_budget=self.config.token_budget,
-                block_size=self.config.block_size,
                 feed=feed,
                 reducer=self.reducer,
                 accumulate=self.share.accumulate,
@@ -262,8 +244,8 @@ class Run:
             # Worked out on the host: reading the device's would wait for the step just queued.
             rate_at=lambda step: float(optimizer.rate_at(torch.tensor(step))),
             epoch_at=lambda step: feed.position(self._number(step)).epoch,
-            spent_before_s=self._spent_before,
-            first_step=self._first_step,
+            spent_before_s=self._start.seconds,
+            first_step=self._start.step,
         )
 
     def _sealed(self) -> None:
@@ -275,7 +257,7 @@ class Run:
         facts = {
             "compiled": [asdict(graph) for graph in self.gate.graphs],
             "warmed": [asdict(row) for row in self.gate.rows],
-            "seconds": round(time.perf_counter() - self._created, 2),
+            "seconds": round(time.perf_counter() - self._began, 2),
         }
         self.runlog.event("sealed", facts)
 
@@ -289,7 +271,7 @@ class Run:
 
     def _number(self, step: int) -> int:
         """The number of the first pack of 0-based `step`."""
-        return self._start.number + (step - self._first_step) * self.share.packs_per_step
+        return self._start.position.number + (step - self._start.step) * self.share.packs_per_step
 
     def _finish(self, lead: Lead, position: Position, seconds: float) -> Trained:
         last, total = None, self.plan.steps

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from draftline.config.schema import Config
 from draftline.data.tokens import Sample
 from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import synchronize
@@ -21,6 +22,7 @@ from draftline.runtime.workers import Crew, Worker
 from draftline.train.features.cache import FeatureWorker
 from draftline.train.features.feed import Feed, Job
 from draftline.train.pipeline.lead import Lead, called_off
+from draftline.train.plan.placement import Placement
 from draftline.train.step.pack_tensors import PackStager, PackTensors
 from draftline.train.step.step import TrainStep
 
@@ -36,13 +38,11 @@ class Pipeline:
         crew: Crew,
         gate: CompileGate,
         *,
+        config: Config,
+        placement: Placement,
         steps: Sequence[TrainStep],
         features: Sequence[FeatureWorker],
-        feature_devices: Sequence[tuple[torch.device, ...]],
-        slots: Sequence[int],
         samples: Sequence[Sample],
-        token_budget: int,
-        block_size: int,
         feed: Feed,
         reducer: Reducer,
         accumulate: int,
@@ -50,9 +50,10 @@ class Pipeline:
     ) -> None:
         """Allocates the rings and makes the workers; nothing runs before `run`."""
         self._crew, self._gate, self._feed, self._reducer = crew, gate, feed, reducer
-        self._steps, self._features = list(steps), list(features)
-        self._samples, self._budget, self._block_size = samples, token_budget, block_size
+        self._steps, self._features, self._samples = list(steps), list(features), samples
+        self._budget, self._block_size = config.token_budget, config.block_size
         self._accumulate, self._first_step, self._lead = accumulate, lead.done, lead
+        self._spans = list(placement.targets)
         # Nothing is added up: the gradients are used where the first graph left them, and no other
         # graph may run between the two.
         self._in_place = steps[0].optimizer.grad is None
@@ -60,21 +61,18 @@ class Pipeline:
             Ring(
                 f"drafter-{index}",
                 [
-                    PackTensors.empty(token_budget, step.width, step.dtype, step.device).tensors()
+                    PackTensors.empty(self._budget, step.width, step.dtype, step.device).tensors()
                     for _ in range(count)
                 ],
             )
-            for index, (step, count) in enumerate(zip(steps, slots, strict=True))
+            for index, (step, count) in enumerate(zip(steps, placement.slots, strict=True))
         ]
         drafters = [crew.worker(f"drafter-{i}", step.device) for i, step in enumerate(steps)]
-        targets = [
-            crew.worker(f"target-{i}", devices[0]) for i, devices in enumerate(feature_devices)
-        ]
+        targets = [crew.worker(f"target-{i}", devices[0]) for i, devices in enumerate(self._spans)]
         self.drafter_waits = [WaitMeter() for _ in drafters]
         self.target_waits = [WaitMeter() for _ in targets]
-        used = [step.device for step in steps] + [d for ds in feature_devices for d in set(ds)]
+        used = [step.device for step in steps] + [d for ds in self._spans for d in set(ds)]
         self._turns = {device: Turns() for device in set(used) if used.count(device) > 1}
-        self._spans = list(feature_devices)
         self._order = [*drafters, *targets]
         self._warm_condition = threading.Condition()
         self._warmed = self._settled = self._ended = 0
