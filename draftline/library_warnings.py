@@ -76,23 +76,23 @@ class LibraryWarnings(logging.Handler):
     ) -> Iterator[None]:
         """Inside, each different warning is an event `library_warning` of the run log, those from before
         included; `where` names it for the line that tells their number."""
-        with self._quiet_loggers():
+        self.acquire()
+        self._event = event
+        for library, text in self._counts if self._holding else ():
+            event("library_warning", {"library": library, "text": text})
+        self.release()
+        try:
+            yield
+        finally:
             self.acquire()
-            self._event = event
-            for library, text in self._counts if self._holding else ():
-                event("library_warning", {"library": library, "text": text})
+            self._event = None
             self.release()
-            try:
-                yield
-            finally:
-                self.acquire()
-                self._event = None
-                self.release()
-                self._tell(f"see library_warning in {where}")
+            self._tell(f"see library_warning in {where}")
 
     @contextmanager
-    def _quiet_loggers(self) -> Iterator[None]:
-        """Takes the terminal from libraries that write their log to it themselves."""
+    def quiet_loggers(self) -> Iterator[None]:
+        """Inside, the libraries that are loaded by now and write their log to the terminal themselves, as
+        PyTorch's compiler does, do not; nothing outside of `held_back`."""
         taken: list[tuple[logging.Logger, logging.Handler]] = []
         for name, logger in list(logging.root.manager.loggerDict.items()):
             library = name.partition(".")[0]

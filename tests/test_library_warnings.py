@@ -82,12 +82,12 @@ def test_each_different_warning_is_in_the_run_log_once(
     assert "1 time(s)" in said[1]
 
 
-def test_a_library_that_writes_to_the_terminal_itself_is_quiet_in_a_run(
+def test_a_library_that_writes_to_the_terminal_itself_is_quiet_behind_the_gate(
     kept: LibraryWarnings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with with_a_handler() as logger, kept.held_back(), RunLog(tmp_path) as runlog:
         before = list(logger.handlers)
-        with kept.written_to(runlog.event, "events.jsonl"):
+        with kept.written_to(runlog.event, "events.jsonl"), kept.quiet_loggers():
             logger.warning("Not enough SMs")
         assert set(logger.handlers) == set(before)
     assert [e["text"] for e in events(tmp_path)] == ["Not enough SMs"]
@@ -130,7 +130,7 @@ def test_without_the_command_line_nothing_of_the_program_is_touched(
     """As when a notebook calls `train`."""
     with with_a_handler() as logger, RunLog(tmp_path) as runlog:
         before = (list(logger.handlers), warnings.showwarning)
-        with kept.written_to(runlog.event, "events.jsonl"):
+        with kept.written_to(runlog.event, "events.jsonl"), kept.quiet_loggers():
             assert (list(logger.handlers), warnings.showwarning) == before
             THEIRS.warning("theirs")
     assert events(tmp_path) == []
