@@ -25,7 +25,17 @@ _SIGNAL_GROUND = tuple(
     )
 )
 # Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
-_GROUND = {"errors", "choices", "config", "files", "locks", "progress", "runlog", "stopping"}
+_GROUND = {
+    "errors",
+    "choices",
+    "config",
+    "files",
+    "library_warnings",
+    "locks",
+    "progress",
+    "runlog",
+    "stopping",
+}
 _PARTS = _GROUND | {"runtime", "data", "model", "model.target", "model.drafter", "checkpoint"}
 _SIGNAL = {"signal", *_SIGNAL_GROUND, *(f"signal.{r}" for r in ("recorder", "readers", "judge"))}
 _TRAIN = {
@@ -36,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
     "files": set(),
+    "library_warnings": set(),
     "progress": set(),
     "stopping": set(),
     "choices": {"errors"},
@@ -67,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     "train.plan": _PARTS | {"train.features", "train.step"},
     "train.save": _PARTS | {"train.features", "train.step", "train.plan"},
     "train.report": _PARTS | _SIGNAL | {"train.step"},
-    "train.pipeline": _PARTS | {"train.features", "train.step"},
+    "train.pipeline": _PARTS | (_TRAIN - {"train"}),
     "train": _PARTS | _SIGNAL | _TRAIN,
     "bench": _PARTS | _TRAIN,
     "decode": _PARTS - {"checkpoint"},
@@ -162,7 +173,16 @@ def loads_torch(*modules: str) -> bool:
 
 
 def test_what_needs_no_torch_does_not_load_it() -> None:
-    ground = ("errors", "config", "choices", "runlog", "data.conversations", "data.builtin", "cli.main")
+    ground = (
+        "errors",
+        "config",
+        "choices",
+        "runlog",
+        "library_warnings",
+        "data.conversations",
+        "data.builtin",
+        "cli.main",
+    )
     ground += tuple(
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for path in sorted((PACKAGE / "signal").rglob("*.py"))

@@ -26,7 +26,7 @@ from draftline.model.drafter.init import build_shape
 from draftline.model.head import Head, TargetEnds
 from draftline.model.target.facts import TargetFacts
 from draftline.runtime.compile.gate import CompileGate
-from draftline.runtime.devices import describe_device, pick_device, synchronize
+from draftline.runtime.devices import describe_device, on_device, pick_device, synchronize
 from draftline.runtime.graphs import GraphPool
 from draftline.runtime.memory import MemoryBaseline, MemoryChange
 from draftline.train.assemble import step_spec
@@ -120,7 +120,8 @@ def bench_step(config: Config, *, steps: int, profile: bool) -> StepBench:
     if profile and device.type != "cuda":
         raise ConfigError(f"--profile times the kernels of a GPU; this bench runs on {device}")
     facts = open_facts(config, device.type)
-    with CompileGate(choices) as gate:
+    # Events and graphs take the current device's stream, which is another one's unless it is said.
+    with on_device(device), CompileGate(choices) as gate:
         began = time.perf_counter()
         step = _build(config, facts, device, gate)
         packs = [_random_pack(config, step, facts.vocab_size, seed) for seed in range(2)]

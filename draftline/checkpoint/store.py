@@ -215,14 +215,17 @@ class CheckpointWriter:
         except Exception as error:
             self._crash = error
 
-    def wait(self) -> None:
-        """Returns when nothing is being written."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether nothing is being written any more, waiting at most `timeout_s` for it."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
             self._thread = None
         if self._crash is not None:
             crash, self._crash = self._crash, None
             raise crash
+        return True
 
 
 def _digest(path: Path) -> str:

@@ -23,6 +23,7 @@ from draftline.model.drafter.backbone import Drafter
 from draftline.model.target.target import Target
 from draftline.train.loop import train
 from draftline.train.plan.inputs import Inputs, open_target, prepare, template_arguments
+from draftline.train.plan.named import check_named
 from draftline.train.plan.start import feature_worker, first_drafter
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     config = load_config(demo_config(), overrides)
     free = _free_directory(config.run.dir)
     config = load_config(demo_config(), [*overrides, f"run.dir={free}"])
+    check_named(config)
     choices = Choices(strict=config.run.strict_choices)
     inputs = prepare(config, choices)
     target = open_target(config, choices)

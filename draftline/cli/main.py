@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import sys
@@ -28,6 +27,7 @@ from draftline.cli.signal import (
     watch_command,
 )
 from draftline.errors import ConfigError, DraftlineError
+from draftline.library_warnings import LIBRARY_WARNINGS
 from draftline.stopping import stopping
 
 
@@ -62,12 +62,9 @@ app.command("report")(report_command)
 
 def main() -> None:
     """Runs a command; draftline's own errors become one line on stderr and an exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpx2", "httpcore", "filelock", "transformers", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     _quiet_transformers()
     try:
-        with stopping():
+        with stopping(), LIBRARY_WARNINGS.held_back():
             app()
     except DraftlineError as error:
         _leave(f"error: {error}", error.exit_code)
@@ -117,7 +114,7 @@ def config_check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a configuration, and that all it names is there; print its hash.
 
     Every fault is named at once: the target, data and prompt files that are missing or unreadable, a
-    run directory that cannot be written.
+    tracker that is not installed, a run directory that cannot be written.
     """
     from draftline.config.load import load_config
     from draftline.train.plan.named import check_named

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.errors import DeviceError
+
+log = logging.getLogger(__name__)
 
 # What a name stands for in `--devices`: GiB as torch reports them.
 _KNOWN_GIB = {"H200": 139.8}
@@ -30,12 +35,69 @@ class DeviceFacts:
 
 
 def visible_devices() -> tuple[DeviceFacts, ...]:
-    """Every GPU that this process can use, by index; empty on a machine without."""
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(DeviceFacts(torch.cuda.get_device_properties(index).name, total, free))
-    return tuple(found)
+    """Every GPU that this process can use, by index; empty on a machine without.
+
+    The driver is asked, since CUDA would take some hundred MiB on every GPU that it is asked about, a
+    neighbour's included. Where the driver's answer may not be CUDA's, CUDA is asked all the same.
+    """
+    count = torch.cuda.device_count()
+    found = _ask_driver() if count else ()
+    if len(found) == count:
+        return found
+    log.info("devices: the driver does not say which GPUs CUDA shows, so CUDA is asked on each")
+    return tuple(_ask_cuda(index) for index in range(count))
+
+
+def _ask_cuda(index: int) -> DeviceFacts:
+    free, total = torch.cuda.mem_get_info(index)
+    return DeviceFacts(torch.cuda.get_device_properties(index).name, total, free)
+
+
+def _ask_driver() -> tuple[DeviceFacts, ...]:
+    """The GPUs that CUDA shows, as NVML describes them; none where that cannot be told."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, no driver, or one that is too old
+        return ()
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        names = [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
+        uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        found = []
+        for index in shown_by_cuda(names, uuids, os.environ):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handles[index])
+            found.append(DeviceFacts(names[index], int(memory.total), int(memory.free)))
+        return tuple(found)
+    except nvml.NVMLError:
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+
+
+def shown_by_cuda(
+    names: Sequence[str], uuids: Sequence[str], variables: Mapping[str, str]
+) -> list[int]:
+    """Which of the driver's GPUs CUDA shows under the environment's `variables`, in CUDA's order.
+
+    It ends at the first that only CUDA knows: GPUs that differ are numbered by their speed unless
+    CUDA_DEVICE_ORDER says otherwise, parts of GPUs (MIG) by rules of their own.
+    """
+    same_order = len(set(names)) == 1 or variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    wanted = variables.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return list(range(len(names))) if same_order else []
+    shown: list[int] = []
+    for word in (part.strip() for part in wanted.split(",")):
+        places = [i for i, uuid in enumerate(uuids) if len(word) > 4 and uuid.startswith(word)]
+        if word.isdigit() and int(word) < len(names):
+            places = [int(word)] if same_order else []
+        # CUDA, too, stops at the first that it does not know, and takes no GPU twice.
+        if len(places) != 1 or places[0] in shown:
+            break
+        shown += places
+    return shown
 
 
 def free_host_bytes() -> int | None:

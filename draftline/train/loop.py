@@ -15,6 +15,7 @@ from draftline.choices import Choices
 from draftline.config.schema import Config
 from draftline.data.conversations import write_rejects
 from draftline.errors import UserError
+from draftline.library_warnings import LIBRARY_WARNINGS
 from draftline.locks import hold
 from draftline.model.target.target import Target
 from draftline.runlog import RunLog, provenance, source_diff
@@ -27,7 +28,8 @@ from draftline.train.plan.inputs import Inputs, prepare
 from draftline.train.plan.named import check_named
 from draftline.train.plan.placement import device_type
 from draftline.train.report.memory_watch import MemoryWatch
-from draftline.train.run import Run, Trained
+from draftline.train.report.trackers import Trackers
+from draftline.train.run import Run, Trained, plan_here
 from draftline.train.save.resume import dated, find_checkpoint, is_finished, kept_date
 
 log = logging.getLogger(__name__)
@@ -121,6 +123,8 @@ def _train(
 ) -> Trained:
     run_dir = Path(config.run.dir)
     first = nodes is None or nodes.is_first
+    # Of the code that runs, whatever becomes of its files later.
+    made_by = provenance()
     checkpoint = find_checkpoint(config, run_dir, resume, accept_changes) if first else None
     if nodes is None and checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s: all steps are done, nothing is left to train", checkpoint.path)
@@ -139,16 +143,18 @@ def _train(
         # Each machine has a clock of its own, and near midnight another day.
         today, date = nodes.broadcast_object((today, config.data.date))
         config = dated(config, date)
-    if inputs is None:
-        check_named(config, prompts=False)
+    check_named(config, prompts=False)
     own_dir = run_dir if first or nodes is None else run_dir / f"machine-{nodes.rank}"
-    with RunLog(own_dir) as runlog:
+    with (
+        RunLog(own_dir) as runlog,
+        LIBRARY_WARNINGS.written_to(runlog.event, str(own_dir / "events.jsonl")),
+    ):
         choices.follow(runlog.event)
         if not first:
             # What the first machine says holds for all; warnings are each one's own.
             logging.getLogger("draftline").setLevel(logging.WARNING)
         runlog.write("config.yaml", config.to_yaml())
-        runlog.event("start", {"config": config.digest(), "resume": resume, **provenance()})
+        runlog.event("start", {"config": config.digest(), "resume": resume, **made_by})
         if (diff := source_diff()) is not None:
             runlog.write("source.diff", diff)
         try:
@@ -162,12 +168,29 @@ def _train(
                 CompileGate(choices, deadline_s=config.topology.deadline_s) as gate,
                 MemoryWatch(config.signal, runlog, kind, choices) as watch,
             ):
-                run = Run(config, inputs, choices, runlog, gate, nodes, target, watch)
-                run.load(checkpoint, accept_changes)
-                checkpoint = None  # its tensors are as large as the optimizer
-                # To the end of the last checkpoint: a signal while that is written must not lose it.
-                with interrupts() as interrupted:
-                    return run.go(interrupted)
+                planned = plan_here(config, inputs, choices, runlog, nodes)
+                names = config.train.trackers if first else ()
+                tree = config.model_dump(mode="json")
+                # A tracker that cannot be started is known before anything is loaded.
+                with Trackers(runlog, names, tree, planned.plan.steps, quiet=not first) as trackers:
+                    run = Run(
+                        config,
+                        inputs,
+                        planned,
+                        choices=choices,
+                        runlog=runlog,
+                        trackers=trackers,
+                        gate=gate,
+                        watch=watch,
+                        nodes=nodes,
+                        target=target,
+                        made_by=made_by,
+                    )
+                    run.load(checkpoint, accept_changes)
+                    checkpoint = None  # its tensors are as large as the optimizer
+                    # To the end of the last checkpoint: a signal while that is written must not lose it.
+                    with interrupts() as interrupted:
+                        return run.go(interrupted)
         except BaseException as error:
             runlog.event("failed", {"error": f"{type(error).__name__}: {error}"})
             raise

@@ -1,4 +1,4 @@
-"""The state of one run: what it computes with, where it is, and what it leaves behind."""
+"""The life of one run: planned, put together, taken up where it was, warmed, trained, ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from draftline.checkpoint.store import Checkpoint
 from draftline.choices import Choices
 from draftline.config.schema import Config
+from draftline.data.packing import PackPlan
 from draftline.errors import RunError
 from draftline.model.target.target import Target
 from draftline.progress import doing
@@ -28,17 +30,16 @@ from draftline.runtime.reduce import Reducer
 from draftline.runtime.workers import Crew
 from draftline.train.assemble import assemble
 from draftline.train.features.feed import Feed, Position, Share
-from draftline.train.pipeline.boundary import Duties
+from draftline.train.pipeline.lead import Lead, Schedule
 from draftline.train.pipeline.pipeline import Pipeline
 from draftline.train.plan.inputs import Inputs, epoch_packs
 from draftline.train.plan.placement import place
-from draftline.train.plan.plan import plan_run
+from draftline.train.plan.plan import Plan, plan_run
 from draftline.train.report.memory_watch import MemoryWatch
 from draftline.train.report.reporter import Reporter, Scale
 from draftline.train.report.trackers import Trackers
-from draftline.train.save.resume import check_state, check_weights, share_state
+from draftline.train.save.resume import BEGINNING, take_up
 from draftline.train.save.saver import Saver
-from draftline.train.save.snapshot import load_state
 from draftline.train.step.heldout import HeldOutScore
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,34 @@ class Trained:
     heldout: HeldOutScore | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run's plan, the packs of each of its epochs, and when planning `began` (perf_counter)."""
+
+    plan: Plan
+    packs_of: Callable[[int], PackPlan]
+    began: float
+
+
+def plan_here(
+    config: Config, inputs: Inputs, choices: Choices, runlog: RunLog, nodes: Nodes | None
+) -> Planned:
+    """The plan of a run on this machine, said line by line; raises what refuses it."""
+    began = time.perf_counter()
+    machines = 1 if nodes is None else nodes.count
+    available = visible_devices()
+    placement = place(config, inputs.facts, available, choices, nodes=machines)
+    # The first epoch's packs are needed twice, by the plan and by the feed.
+    packs_of = lru_cache(maxsize=2)(partial(epoch_packs, config, inputs.samples))
+    plan = plan_run(config, inputs, packs_of(0), placement, available, nodes=machines)
+    for line in plan.lines():
+        log.info(line)
+    for device in placement.devices:
+        log.info("%s: %s", device, describe_device(device))
+        runlog.event("device", {"device": str(device), "what": describe_device(device)})
+    return Planned(plan, packs_of, began)
+
+
 class Run:
     """One run: its parts, its steps, and its end."""
 
@@ -68,27 +97,22 @@ class Run:
         self,
         config: Config,
         inputs: Inputs,
+        planned: Planned,
+        *,
         choices: Choices,
         runlog: RunLog,
+        trackers: Trackers,
         gate: CompileGate,
+        watch: MemoryWatch,
         nodes: Nodes | None,
         target: Target | None,
-        watch: MemoryWatch,
+        made_by: Mapping[str, Any],
     ) -> None:
-        self._created = time.perf_counter()
-        self.config, self.inputs, self.runlog = config, inputs, runlog
+        """Loads and allocates all that it computes with. `made_by` is the running code's provenance."""
+        self.config, self.inputs, self.runlog, self.trackers = config, inputs, runlog, trackers
         self.gate, self.nodes, self.watch = gate, nodes, watch
-        machines = 1 if nodes is None else nodes.count
-        available = visible_devices()
-        placement = place(config, inputs.facts, available, choices, nodes=machines)
-        # The first epoch's packs are needed twice, by the plan and by the feed.
-        self.packs_of = lru_cache(maxsize=2)(partial(epoch_packs, config, inputs.samples))
-        self.plan = plan_run(config, inputs, self.packs_of(0), placement, available, nodes=machines)
-        for line in self.plan.lines():
-            log.info(line)
-        for device in placement.devices:
-            log.info("%s: %s", device, describe_device(device))
-            runlog.event("device", {"device": str(device), "what": describe_device(device)})
+        self.plan, self._packs_of, self._began = planned.plan, planned.packs_of, planned.began
+        machines, first = (1, True) if nodes is None else (nodes.count, nodes.is_first)
         self.parts = assemble(
             config,
             inputs,
@@ -98,7 +122,7 @@ class Run:
             runlog.directory,
             target=target,
             machines=machines,
-            measures=nodes is None or nodes.is_first,
+            measures=first,
         )
         optimizers = [step.optimizer for step in self.parts.steps]
         # Where nothing is added up there is no buffer, and the reducer never touches what it gets.
@@ -116,7 +140,7 @@ class Run:
             rank=0 if nodes is None else nodes.rank,
         )
         self.saver: Saver | None = None
-        if nodes is None or nodes.is_first:
+        if first:
             # The drafters are equal on all machines; one writes.
             self.saver = Saver(
                 config,
@@ -126,100 +150,83 @@ class Run:
                 features=self.parts.key,
                 packs_per_step=self.share.packs_per_step,
                 total_steps=self.plan.steps,
+                made_by=made_by,
             )
-        self.start = Position(0, 0, 0)
-        self.first_step = self.done_steps = 0
-        self.score: HeldOutScore | None = None
-        self._spent_before = 0.0
+        self._start = BEGINNING
         self._looked_for_news = time.monotonic()
 
     def load(self, checkpoint: Checkpoint | None, accept_changes: bool) -> None:
         """Takes up the state that a checkpoint holds, and machine 0's on the other machines."""
-        state: dict[str, Any] | None = None
-        if checkpoint is not None:
-            state = checkpoint.state
-            check_state(
-                checkpoint,
-                features=self.parts.key,
-                packs_per_step=self.share.packs_per_step,
-                accept_changes=accept_changes,
-            )
-            check_weights(checkpoint, self.parts.steps[0].drafter)
-            for step in self.parts.steps:
-                scale = checkpoint.tensors["drafter"]["feature_scale"]
-                step.drafter.feature_scale.copy_(scale)
-                load_state(step.optimizer, checkpoint.tensors)
-            log.info("resumed %s", checkpoint.path)
-        if self.nodes is not None:
-            state = self.nodes.broadcast_object(state)
-            share_state(self.nodes, self.parts.steps)
-        if state is not None:
-            self.start = Position(
-                int(state["next_number"]), int(state["epoch"]), int(state["next_pack"])
-            )
-            self.first_step = self.done_steps = int(state["step"])
-            self._spent_before = float(state["seconds"])
+        self._start = take_up(
+            checkpoint,
+            self.parts.steps,
+            self.nodes,
+            features=self.parts.key,
+            packs_per_step=self.share.packs_per_step,
+            accept_changes=accept_changes,
+        )
 
     def go(self, interrupted: threading.Event) -> Trained:
-        """Runs to the last step, or to the next step boundary after `interrupted` is set."""
-        config, total = self.config, self.plan.steps
+        """Runs to the last step, or to the next step boundary after `interrupted` is set; raises what
+        stopped it."""
         feed = Feed(
-            lambda epoch: self.packs_of(epoch).packs,
+            lambda epoch: self._packs_of(epoch).packs,
             self.share,
-            self.start,
-            first_step=self.first_step,
-            total_steps=total,
+            self._start.position,
+            first_step=self._start.step,
+            total_steps=self.plan.steps,
         )
-        optimizer, share = self.parts.steps[0].optimizer, self.share
-        reporter = Reporter(
-            Scale(self.plan.rows, config.token_budget * share.packs_per_step, total),
-            # Worked out on the host: reading the device's would wait for the step just queued.
-            rate_at=lambda step: float(optimizer.rate_at(torch.tensor(step))),
-            epoch_at=lambda step: feed.position(self._number(step)).epoch,
-            spent_before_s=self._spent_before,
-            first_step=self.first_step,
-        )
-        trackers = Trackers(
-            self.runlog,
-            config.train.trackers if self.saver is not None else (),
-            config.model_dump(mode="json"),
-            total,
-            quiet=self.saver is None,
-        )
+        reporter = self._reporter(feed)
         with (
-            trackers,
+            self.trackers.shown(),
             self.saver or contextlib.nullcontext(),
-            Crew(config.topology.deadline_s) as crew,
+            Crew(self.config.topology.deadline_s) as crew,
         ):
-            duties = self._duties(feed, reporter, interrupted)
-            pipeline = self._pipeline(crew, feed, duties)
-
+            lead = Lead(
+                Schedule.of(self.config, self.plan.steps, held_out=bool(self.inputs.heldout)),
+                self.parts.steps,
+                first_step=self._start.step,
+                tokens_per_step=self.config.token_budget * self.share.packs_per_step,
+                position=lambda step: feed.position(self._number(step)),
+                interrupted=interrupted,
+                heldout=self.parts.heldout,
+                reducer=self.reducer,
+                reporter=reporter,
+                saver=self.saver,
+                nodes=self.nodes,
+                gate=self.gate,
+                watch=self.watch,
+                runlog=self.runlog,
+                began=self._began,
+                deadline_s=self.config.topology.deadline_s,
+            )
+            pipeline = Pipeline(
+                crew,
+                self.gate,
+                config=self.config,
+                placement=self.plan.placement,
+                steps=self.parts.steps,
+                features=self.parts.features,
+                samples=self.inputs.samples,
+                feed=feed,
+                reducer=self.reducer,
+                accumulate=self.share.accumulate,
+                lead=lead,
+            )
             running = False
 
             def look() -> None:
-                reporter.drain(trackers)
+                reporter.drain(self.trackers)
                 if running:
-                    trackers.reached(self.done_steps)
+                    self.trackers.reached(lead.done)
                 self.watch.look()
                 self._hear_news()
 
             def sealed() -> None:
                 nonlocal running
                 waits = {"targets": pipeline.target_waits, "drafters": pipeline.drafter_waits}
-                captured = all(step.captured for step in self.parts.steps)
-                launched = (
-                    f"{self.gate.compiles} graphs compiled, every drafter's step captured"
-                    if captured
-                    else "neither compiled nor captured, as on any CPU"
-                )
                 reporter.begin(MemoryBaseline(self.plan.placement.devices), waits)
-                self.watch.sealed(launched, replays=lambda: self.parts.steps[0].replays)
-                facts = {
-                    "compiled": [asdict(graph) for graph in self.gate.graphs],
-                    "warmed": [asdict(row) for row in self.gate.rows],
-                    "seconds": round(time.perf_counter() - self._created, 2),
-                }
-                self.runlog.event("sealed", facts)
+                self._sealed()
                 running = True
 
             self.watch.phase("warm")
@@ -227,79 +234,32 @@ class Run:
             pipeline.run(look, sealed)
             self.watch.close()
         reporter.say_memory(self.runlog)
-        trained = self._finish(feed, reporter)
-        if self.watch.stopped is not None:
-            raise self.watch.stopped
-        return trained
+        return self._finish(lead, feed.position(self._number(lead.done)), reporter.seconds)
 
-    def _duties(self, feed: Feed, reporter: Reporter, interrupted: threading.Event) -> Duties:
-        train, total = self.config.train, self.plan.steps
-        tokens = self.config.token_budget * self.share.packs_per_step
-        queued: dict[int, float] = {}
-        scores: dict[int, HeldOutScore] = {}
-
-        def go_on(step: int) -> bool:
-            stop = interrupted.is_set()
-            if self.nodes is not None:
-                stop = self.nodes.agree(stop)
-            return step < total and not stop
-
-        def measures(step: int) -> bool:
-            return bool(self.inputs.heldout) and (step % train.eval_every == 0 or step == total)
-
-        def reports(step: int) -> bool:
-            return step % train.log_every == 0 or step == total or measures(step)
-
-        def measured(step: int, score: HeldOutScore) -> None:
-            self.score = scores[step] = score
-
-        def finished(step: int) -> None:
-            self.done_steps = step
-            self.watch.step(step, tokens)
-            if step == self.first_step + 1:
-                seconds = round(time.perf_counter() - self._created, 2)
-                self.runlog.event("first_step", {"seconds": seconds})
-            if reports(step):
-                queued[step] = time.perf_counter()
-            if self.saver is not None and step % train.checkpoint_every == 0:
-                with self.watch.phase("checkpoint"):
-                    self.saver.save(step, self._position(feed), reporter.seconds)
-
-        def report(step: int, sums: list[float]) -> None:
-            self.gate.check()
-            if self.nodes is not None:
-                machines = self.nodes.gather(sums)
-                sums = [sum(column) for column in zip(*machines, strict=True)]
-            reporter.put(step, sums, queued.pop(step), scores.pop(step, None))
-
-        return Duties(
-            go_on=go_on,
-            finished=finished,
-            report=report,
-            reports=reports,
-            compares=lambda step: step % self.config.topology.check_every == 0,
-            measures=measures,
-            measured=measured,
+    def _reporter(self, feed: Feed) -> Reporter:
+        optimizer, share = self.parts.steps[0].optimizer, self.share
+        tokens = self.config.token_budget * share.packs_per_step
+        return Reporter(
+            Scale(self.plan.rows, tokens, self.plan.steps),
+            # Worked out on the host: reading the device's would wait for the step just queued.
+            rate_at=lambda step: float(optimizer.rate_at(torch.tensor(step))),
+            epoch_at=lambda step: feed.position(self._number(step)).epoch,
+            spent_before_s=self._start.seconds,
+            first_step=self._start.step,
         )
 
-    def _pipeline(self, crew: Crew, feed: Feed, duties: Duties) -> Pipeline:
-        return Pipeline(
-            crew,
-            self.gate,
-            steps=self.parts.steps,
-            features=self.parts.features,
-            feature_devices=self.plan.placement.targets,
-            slots=self.plan.placement.slots,
-            samples=self.inputs.samples,
-            token_budget=self.config.token_budget,
-            block_size=self.config.block_size,
-            feed=feed,
-            reducer=self.reducer,
-            accumulate=self.share.accumulate,
-            first_step=self.first_step,
-            duties=duties,
-            heldout=self.parts.heldout,
-        )
+    def _sealed(self) -> None:
+        """Everything is warm: from here on nothing compiles, and memory stands still."""
+        launched = "neither compiled nor captured, as on any CPU"
+        if all(step.captured for step in self.parts.steps):
+            launched = f"{self.gate.compiles} graphs compiled, every drafter's step captured"
+        self.watch.sealed(launched, replays=lambda: self.parts.steps[0].replays)
+        facts = {
+            "compiled": [asdict(graph) for graph in self.gate.graphs],
+            "warmed": [asdict(row) for row in self.gate.rows],
+            "seconds": round(time.perf_counter() - self._began, 2),
+        }
+        self.runlog.event("sealed", facts)
 
     def _hear_news(self) -> None:
         """Raises RunError when another machine failed."""
@@ -311,27 +271,25 @@ class Run:
 
     def _number(self, step: int) -> int:
         """The number of the first pack of 0-based `step`."""
-        return self.start.number + (step - self.first_step) * self.share.packs_per_step
+        return self._start.position.number + (step - self._start.step) * self.share.packs_per_step
 
-    def _finish(self, feed: Feed, reporter: Reporter) -> Trained:
-        seconds, interrupted = reporter.seconds, self.done_steps < self.plan.steps
-        last = None
+    def _finish(self, lead: Lead, position: Position, seconds: float) -> Trained:
+        last, total = None, self.plan.steps
         if self.saver is not None:
-            with doing(f"writing the checkpoint of step {self.done_steps}"):
-                last = self.saver.finish(self.done_steps, self._position(feed), seconds)
+            with doing(f"writing the checkpoint of step {lead.done}"):
+                last = self.saver.finish(lead.done, position, seconds)
+        if self.watch.stopped is not None:
+            raise self.watch.stopped
+        interrupted = lead.done < total
         self.runlog.event(
-            "end", {"step": self.done_steps, "interrupted": interrupted, "seconds": seconds}
+            "end", {"step": lead.done, "interrupted": interrupted, "seconds": seconds}
         )
         return Trained(
             run_dir=self.runlog.directory,
             checkpoint=last,
-            step=self.done_steps,
-            total=self.plan.steps,
+            step=lead.done,
+            total=total,
             interrupted=interrupted,
             seconds=seconds,
-            heldout=self.score,
+            heldout=lead.score,
         )
-
-    def _position(self, feed: Feed) -> Position:
-        """Where the next step begins."""
-        return feed.position(self._number(self.done_steps))

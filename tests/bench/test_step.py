@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from draftline.bench import step as bench_step
 from draftline.bench.step import StepBench, StepTimes, kernel_group
 from draftline.cli.main import app
 from draftline.config.load import build_config
-from draftline.errors import DraftlineError
+from draftline.errors import DeviceError, DraftlineError
 from draftline.runtime.memory import MemoryChange
 from draftline.train.step.step import TrainStep
 
@@ -53,6 +55,30 @@ def test_every_step_is_staged_trained_and_updated(
     assert found.captured is None, "there are no graphs on a CPU"
     assert found.compiled.least_ms <= found.compiled.median_ms <= found.compiled.most_ms
     assert found.lines()[2].split()[0] == "eager"
+
+
+def test_another_gpu_than_the_first_is_timed_on_its_own_stream(
+    target_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is queued on cuda:1 is no work of cuda:0's stream, whose events would time nothing."""
+    current: list[object] = []
+
+    @contextmanager
+    def enter(what: object) -> Iterator[None]:
+        current.append(what)
+        yield
+        current.pop()
+
+    def build(*_: object) -> None:
+        assert current == [torch.device("cuda", 1), None]
+        raise DeviceError("seen")
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(bench_step, "pick_device", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(bench_step, "_build", build)
+    with pytest.raises(DeviceError, match="seen"):
+        bench_step.bench_step(build_config(tree(target_dir("llama")), []), steps=1, profile=False)
 
 
 def test_the_command_prints_json_and_refuses_a_target_without_a_config(

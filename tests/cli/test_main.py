@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import pytest
 import yaml
 
 from draftline.cli.main import main
+from draftline.train.step.step import TrainStep
+from tests.support.runs import before, events
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -22,14 +26,11 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
     """Exit code, stdout, and log with stderr of `draftline ARGUMENTS`."""
-    caplog.set_level("INFO")
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        caplog.clear()
         monkeypatch.setattr(sys, "argv", ["draftline", *(str(a) for a in arguments)])
         try:
             main()
@@ -37,7 +38,7 @@ def run(
         except SystemExit as stop:
             code = int(stop.code or 0)
         out, err = capsys.readouterr()
-        return code, out, caplog.text + err
+        return code, out, err
 
     return call
 
@@ -274,6 +275,30 @@ def test_a_command_speaks_before_it_loads_anything_large(command: str, config: P
         code = code.replace(f", {str(config)!r}", "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.startswith("loading PyTorch ...\n"), done.stderr
+
+
+def test_a_librarys_warning_stays_out_of_the_terminal(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that PyTorch's synchronization debug mode is a prototype, in the middle of a table."""
+    text = "Synchronization debug mode is a prototype feature"
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    def warn(*_: object) -> None:
+        warnings.warn(text, stacklevel=1)
+        logging.getLogger("torch._inductor.utils").warning(text)
+
+    before(monkeypatch, TrainStep, "compile", warn)
+    monkeypatch.setattr(warnings, "filters", [("always", None, Warning, None, 0)])
+    code, _, err = run("train", config)
+    assert code == 0, err
+    assert text not in err
+    assert "libraries warned " in err
+    found = events(config.parent / "run")
+    assert sum(text in event.get("text", "") for event in found) == 2
+    code, _, err = run("bench", "step", config)
+    assert code == 0, err
+    assert text not in err
 
 
 def test_commands_and_options_that_do_not_exist_are_corrected(run: Run, config: Path) -> None:

@@ -35,14 +35,11 @@ DATED = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.role + m.cont
 @pytest.fixture
 def run(
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
     """Exit code, stdout, and log with stderr of `draftline regenerate ARGUMENTS`."""
-    caplog.set_level("INFO")
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        caplog.clear()
         words = ["draftline", "regenerate", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
         try:
@@ -51,7 +48,7 @@ def run(
         except SystemExit as stop:
             code = int(stop.code or 0)
         out, err = capsys.readouterr()
-        return code, out, caplog.text + err
+        return code, out, err
 
     return call
 

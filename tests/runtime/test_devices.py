@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ from draftline.runtime.devices import (
     on_device,
     parse_devices,
     pick_device,
+    shown_by_cuda,
     synchronize,
     upload,
     visible_devices,
 )
+from tests.support.fake_nvml import GIB, MIB, FakeNvml, NVMLError, gpu
 
 
 @pytest.fixture
@@ -77,14 +80,76 @@ def test_a_cpu_is_described_and_needs_no_waiting() -> None:
     synchronize(torch.device("cpu"))
 
 
-def test_visible_gpus_are_listed_by_index(gpus: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_are_listed_without_a_context_on_any(gpus: pytest.MonkeyPatch) -> None:
+    """CUDA would make one on each GPU that it is asked about."""
+    fake = FakeNvml([gpu(uuid="GPU-aaaa"), gpu(uuid="GPU-bbbb", memory_with_reserve=(MIB, GIB))])
+    gpus.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    gpus.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for asks in ("mem_get_info", "get_device_properties", "init"):
+        gpus.setattr(torch.cuda, asks, lambda *_, asks=asks: pytest.fail(f"asked CUDA: {asks}"))
+    name = "NVIDIA H200"
+    first, second = (
+        DeviceFacts(name, 140 * GIB, 136 * GIB),
+        DeviceFacts(name, GIB, GIB - MIB),
+    )
+    assert visible_devices() == (first, second)
+    gpus.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-aa")
+    assert visible_devices() == (second, first)
+    assert fake.open == 0
+    gpus.setattr(torch.cuda, "device_count", lambda: 0)
+    assert visible_devices() == ()
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        None,
+        FakeNvml([], init=NVMLError("no driver")),
+        FakeNvml([gpu()]),
+        FakeNvml([gpu(memory_with_reserve=NVMLError("gone")), gpu()]),
+        FakeNvml([gpu(name="NVIDIA L4"), gpu()]),
+    ],
+)
+def test_cuda_is_asked_where_the_driver_does_not_say(
+    gpus: pytest.MonkeyPatch, driver: FakeNvml | None
+) -> None:
+    gpus.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    gpus.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus.delenv("CUDA_DEVICE_ORDER", raising=False)
     gpus.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 100 + index))
     gpus.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=f"gpu {index}")
     )
     assert visible_devices() == (DeviceFacts("gpu 0", 100, 10), DeviceFacts("gpu 1", 101, 11))
-    gpus.setattr(torch.cuda, "device_count", lambda: 0)
-    assert visible_devices() == ()
+
+
+ALIKE, UNLIKE = ["H200", "H200", "H200"], ["L4", "H200", "H200"]
+PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("names", "variables", "shown"),
+    [
+        (ALIKE, {}, [0, 1, 2]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "2,0"}, [2, 0]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": " 1 , GPU-cc"}, [1, 2]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": ""}, []),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "-1"}, []),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "0,7,1"}, [0]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "0,0"}, [0]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-"}, []),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "MIG-1-2"}, []),
+        (UNLIKE, {}, []),
+        (UNLIKE, {"CUDA_VISIBLE_DEVICES": "1"}, []),
+        (UNLIKE, {"CUDA_VISIBLE_DEVICES": "GPU-bb"}, [1]),
+        (UNLIKE, PCI, [0, 1, 2]),
+        (UNLIKE, {"CUDA_VISIBLE_DEVICES": "1,0", **PCI}, [1, 0]),
+    ],
+)
+def test_which_gpus_cuda_shows(
+    names: list[str], variables: dict[str, str], shown: list[int]
+) -> None:
+    assert shown_by_cuda(names, ["GPU-aaa", "GPU-bbb", "GPU-ccc"], variables) == shown
 
 
 def test_thought_of_gpus_have_all_their_memory_free() -> None:

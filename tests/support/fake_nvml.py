@@ -80,7 +80,7 @@ class FakeNvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: dict[str, Any], version: int | None = None) -> Any:
         used, total = self.get(handle, "memory" if version else "memory_with_reserve")
-        return SimpleNamespace(used=used, total=total)
+        return SimpleNamespace(used=used, total=total, free=total - used)
 
     def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:
         return SimpleNamespace(gpu=self.get(handle, "util"))

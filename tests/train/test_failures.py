@@ -7,7 +7,9 @@ behind a checkpoint, and compares what can be continued after it with a run in w
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,15 @@ from draftline.checkpoint import store as checkpoint
 from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
 from draftline.choices import Choices
 from draftline.config.schema import Config
-from draftline.errors import DraftlineError, RunError
+from draftline.errors import ConfigError, DraftlineError, RunError
 from draftline.runtime import workers as crew
 from draftline.runtime.reduce import Reducer
 from draftline.runtime.ring import Ring
+from draftline.train import run as program
 from draftline.train.features.forwards import TargetForwards
 from draftline.train.loop import train
 from draftline.train.plan.inputs import Inputs, prepare
+from draftline.train.report.memory_watch import MemoryWatch
 from draftline.train.save.snapshot import Snapshot
 from draftline.train.step.step import TrainStep
 from draftline.train.step.totals import Totals
@@ -36,6 +40,7 @@ from tests.support.runs import (
     assert_same,
     before,
     configured,
+    events,
     worker_threads,
     workers,
     write_talks,
@@ -76,6 +81,7 @@ CHECKPOINT = Place(Snapshot, "begin", 1, "step 4, checkpoint")
 CASES = [(worker, TARGET_PLACES[name], name) for worker in TARGETS for name in TARGET_PLACES]
 CASES += [(worker, DRAFTER_PLACES[name], name) for worker in DRAFTERS for name in DRAFTER_PLACES]
 CASES += [("drafter-0", CHECKPOINT, "checkpoint")]
+CASES += [("drafter-0", Place(MemoryWatch, "step", 1, "step 3, step boundary"), "boundary")]
 
 
 @dataclass
@@ -331,6 +337,84 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
         caplog.text
     )
     assert_same(whole, done.checkpoint)
+
+
+def test_a_slow_write_is_no_hang(
+    base: Base, whole: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The write of step 4 outlasts the deadline; that of step 6 is put off and still made."""
+    run = base.copy("slow")
+    over = threading.Event()
+    timer = threading.Timer(3.0, over.set)
+
+    def slow(_: str, tensors: Any, path: Path) -> None:
+        if "00000004" in str(path):
+            timer.is_alive() or timer.start()
+            assert over.wait(WAIT_S)
+
+    with monkeypatch.context() as patch:
+        before(patch, checkpoint, "save_file", slow)
+        done = base.train(run.name, "topology.deadline_s=2")
+    assert (done.step, done.interrupted) == (6, False)
+    assert_same(whole, done.checkpoint)
+    assert "checkpoint of step 6: the one before it is still being written" in caplog.text
+    assert [e["step"] for e in events(run) if e["event"] == "checkpoint_put_off"] == [6]
+
+
+def test_a_later_stop_ends_a_run_once_and_with_a_checkpoint(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = base.copy("stopped")
+    ends = [e["event"] for e in events(run)].count("end")
+
+    def stop(name: str, watch: MemoryWatch) -> None:
+        if watch._steps == 3:
+            watch.stopped = RunError("this run is broken: cuda:0: growth")
+            watch._stop()
+
+    def slowly(name: str, *_: Any) -> None:
+        threading.Event().wait(0.1)
+
+    before(monkeypatch, MemoryWatch, "look", stop)
+    before(monkeypatch, TrainStep, "update", slowly)
+    with pytest.raises(RunError, match="this run is broken"):
+        base.train(run.name, "train.checkpoint_every=40", "topology.check_every=50")
+    kinds = [e["event"] for e in events(run)]
+    assert kinds[-1] == "failed"
+    assert kinds.count("end") == ends
+    assert int(checkpoint_paths(run / "checkpoints")[0].name[-8:]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [(None, "train.trackers names wandb"), (types.ModuleType("wandb"), "wandb cannot be started")],
+)
+def test_a_tracker_that_cannot_start_is_known_before_anything_is_loaded(
+    base: Base, monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None, error: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    before(monkeypatch, program, "assemble", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=error):
+        base.train("untracked", "train.trackers=[wandb]", resume=False)
+    assert not (base.folder / "untracked").exists()
+
+
+def test_provenance_is_that_of_the_start(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever commits while a run goes on does not change what its checkpoints were made by."""
+    asked: list[str] = []
+
+    def git(*arguments: str) -> str:
+        asked.append(threading.current_thread().name)
+        return f"answer {len(asked)}"
+
+    monkeypatch.setattr(runlog, "_git", git)
+    done = base.train("made-by", resume=False)
+    [start] = [e for e in events(done.run_dir) if e["event"] == "start"]
+    for path in checkpoint_paths(done.run_dir / "checkpoints"):
+        made_by = load_checkpoint(path).state["provenance"]
+        assert made_by["commit"] == start["commit"]
+    assert len(set(asked)) == 1, "no worker asks git"
+    assert len(asked) <= 5
 
 
 def test_an_unexpected_error_of_the_writer_ends_the_run(

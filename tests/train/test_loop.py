@@ -212,7 +212,7 @@ def test_a_refused_run_leaves_alone_what_was_there(config: Callable[..., Config]
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")
     with pytest.raises(UserError):
-        train(config("target.tap_layers=[99]"))
+        train(config("data.max_length=16"))
     assert kept.read_text() == "mine"
     assert (kept.parent / "events.jsonl").is_file()
 

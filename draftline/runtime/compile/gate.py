@@ -26,6 +26,7 @@ import torch
 
 from draftline.choices import Choices
 from draftline.errors import CompileError
+from draftline.library_warnings import LIBRARY_WARNINGS
 from draftline.progress import QUIET_S
 from draftline.runtime.compile.fault import EAGER_FLEX, explain
 from draftline.runtime.compile.tracing_state import check_tracing_state, tracing_scope
@@ -116,6 +117,7 @@ class CompileGate(AbstractContextManager["CompileGate"]):
             )
         self._process = ExitStack()
         self._process.callback(_ENTERED.release)
+        self._process.enter_context(LIBRARY_WARNINGS.quiet_loggers())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
 """The threads of a run: targets compute packs into the rings of the drafters, which train on them.
 
 Every worker warms up on its own thread and stream, one after another, before the gate is sealed and
-all of them start. At the boundary of a step drafter 0, the lead, decides for all.
+all of them start. What happens between two steps is `lead.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from draftline.config.schema import Config
 from draftline.data.store import Sample
 from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import synchronize
 from draftline.runtime.reduce import Reducer
 from draftline.runtime.ring import Ring, RunAhead, Slot, Turns, WaitMeter
-from draftline.runtime.workers import Crew, Stopped, Worker
+from draftline.runtime.workers import Crew, Worker
 from draftline.train.features.cache import FeatureWorker
 from draftline.train.features.feed import Feed, Job
-from draftline.train.pipeline.boundary import Boundary, Duties
-from draftline.train.step.heldout import HeldOut
+from draftline.train.pipeline.lead import Lead, called_off
+from draftline.train.plan.placement import Placement
 from draftline.train.step.pack_tensors import PackStager, PackTensors
 from draftline.train.step.step import TrainStep
 
@@ -37,27 +38,22 @@ class Pipeline:
         crew: Crew,
         gate: CompileGate,
         *,
+        config: Config,
+        placement: Placement,
         steps: Sequence[TrainStep],
         features: Sequence[FeatureWorker],
-        feature_devices: Sequence[tuple[torch.device, ...]],
-        slots: Sequence[int],
         samples: Sequence[Sample],
-        token_budget: int,
-        block_size: int,
         feed: Feed,
         reducer: Reducer,
         accumulate: int,
-        first_step: int,
-        duties: Duties,
-        heldout: HeldOut | None = None,
+        lead: Lead,
     ) -> None:
         """Allocates the rings and makes the workers; nothing runs before `run`."""
         self._crew, self._gate, self._feed, self._reducer = crew, gate, feed, reducer
-        self._steps, self._features = list(steps), list(features)
-        self._samples, self._budget, self._block_size = samples, token_budget, block_size
-        self._accumulate, self._first_step, self._duties = accumulate, first_step, duties
-        self._heldout = heldout
-        self._boundary = Boundary(len(steps))
+        self._steps, self._features, self._samples = list(steps), list(features), samples
+        self._budget, self._block_size = config.token_budget, config.block_size
+        self._accumulate, self._first_step, self._lead = accumulate, lead.done, lead
+        self._spans = list(placement.targets)
         # Nothing is added up: the gradients are used where the first graph left them, and no other
         # graph may run between the two.
         self._in_place = steps[0].optimizer.grad is None
@@ -65,21 +61,18 @@ class Pipeline:
             Ring(
                 f"drafter-{index}",
                 [
-                    PackTensors.empty(token_budget, step.width, step.dtype, step.device).tensors()
+                    PackTensors.empty(self._budget, step.width, step.dtype, step.device).tensors()
                     for _ in range(count)
                 ],
             )
-            for index, (step, count) in enumerate(zip(steps, slots, strict=True))
+            for index, (step, count) in enumerate(zip(steps, placement.slots, strict=True))
         ]
         drafters = [crew.worker(f"drafter-{i}", step.device) for i, step in enumerate(steps)]
-        targets = [
-            crew.worker(f"target-{i}", devices[0]) for i, devices in enumerate(feature_devices)
-        ]
+        targets = [crew.worker(f"target-{i}", devices[0]) for i, devices in enumerate(self._spans)]
         self.drafter_waits = [WaitMeter() for _ in drafters]
         self.target_waits = [WaitMeter() for _ in targets]
-        used = [step.device for step in steps] + [d for ds in feature_devices for d in set(ds)]
+        used = [step.device for step in steps] + [d for ds in self._spans for d in set(ds)]
         self._turns = {device: Turns() for device in set(used) if used.count(device) > 1}
-        self._spans = list(feature_devices)
         self._order = [*drafters, *targets]
         self._warm_condition = threading.Condition()
         self._warmed = self._settled = self._ended = 0
@@ -149,7 +142,7 @@ class Pipeline:
             self._budget, self._block_size, features.row, worker.device, depth=_AHEAD + 1
         )
         self._warm(worker, f"target-{index}", features.warm, captures=False)
-        with self._turn(worker, self._spans[index]), self._gate.running():
+        with self._work(worker, self._spans[index]):
             features.settle()
         # Once into every ring, so that no pair of devices meets for the first time in the run.
         for ring in self.rings:
@@ -176,16 +169,15 @@ class Pipeline:
     def _feature_pack(
         self, worker: Worker, index: int, features: FeatureWorker, stager: PackStager, job: Job
     ) -> None:
-        with self._turn(worker, self._spans[index]), self._gate.running():
+        with self._work(worker, self._spans[index]):
             features.run(self._samples, job.pack)
             stager.fill(self._samples, job.pack)
 
     # Drafters
 
     def _draft(self, worker: Worker, index: int) -> None:
-        step, lead = self._steps[index], index == 0
-
-        heldout = self._heldout if lead else None
+        step, lead, number = self._steps[index], self._lead, self._first_step
+        heldout = lead.heldout if index == 0 else None
 
         def warm() -> None:
             step.compile()
@@ -197,31 +189,18 @@ class Pipeline:
 
         self._warm(worker, f"drafter-{index} step", warm, captures=True)
         # After all captures, which give back what lies unused: this takes memory once, and for good.
-        self._reduce(worker, index, self._first_step)
-        self._compare(worker, index, self._first_step)
+        self._reduce(worker, index, number)
+        lead.compare(index, worker, number)
         self._settle(worker)
         ahead = RunAhead(_AHEAD)
-        pending: int | None = None
-        number = self._first_step
-        while self._goes_on(number, worker, lead):
+        while lead.goes_on(index, worker, number):
             self._step(worker, index, number)
             number += 1
-            if pending is not None:
-                self._report(worker, index, pending)
-                pending = None
-            if self._duties.reports(number):
-                step.totals.begin_read()
-                pending = number
-            if self._duties.compares(number):
-                self._compare(worker, index, number)
+            # A device's fault shows when its host next waits for it, which is here.
+            worker.doing("waiting for the device", number)
             ahead.mark(worker)
-            if lead:
-                worker.doing("checkpoint", number)
-                self._duties.finished(number)
-            if heldout is not None and self._duties.measures(number):
-                self._measure(worker, heldout, number)
-        if pending is not None:
-            self._report(worker, index, pending)
+            lead.cross(index, worker, number, lambda: self._work(worker))
+        lead.leave(index, worker)
         with self._warm_condition:
             self._ended += 1
             last = self._ended == len(self._steps)
@@ -229,23 +208,14 @@ class Pipeline:
             # The targets may be waiting for slots that nobody will free.
             self._crew.stop()
 
-    def _goes_on(self, number: int, worker: Worker, lead: bool) -> bool:
-        worker.doing("step boundary", number)
-        if lead:
-            answer = self._duties.go_on(number)
-            self._boundary.decide(number, answer)
-            return answer
-        return self._boundary.decision(number, worker)
-
     def _step(self, worker: Worker, index: int, number: int) -> None:
         step, ring = self._steps[index], self.rings[index]
-        devices = (worker.device,)
         for _ in range(self._accumulate):
             worker.doing("taking a pack", number + 1)
             with self.drafter_waits[index].measure(worker):
                 slot = ring.take(worker)
             worker.doing("forward and backward", number + 1)
-            with self._turn(worker, devices), self._gate.running():
+            with self._work(worker):
                 step.stage(slot.tensors)
                 pack = slot.number
                 ring.release(worker)
@@ -255,33 +225,19 @@ class Pipeline:
         if not self._in_place:
             self._reduce(worker, index, number + 1)
             worker.doing("update", number + 1)
-            with self._turn(worker, devices), self._gate.running():
+            with self._work(worker):
                 step.update()
-
-    def _measure(self, worker: Worker, heldout: HeldOut, number: int) -> None:
-        @contextlib.contextmanager
-        def turn() -> Iterator[None]:
-            with self._turn(worker, (worker.device,)), self._gate.running():
-                yield
-
-        score = heldout.measure(turn, lambda: worker.doing("held-out measurement", number))
-        self._duties.measured(number, score)
-
-    def _report(self, worker: Worker, index: int, step: int) -> None:
-        worker.doing("report", step)
-        self._boundary.give(step, self._steps[index].totals.finish_read())
-        if index == 0:
-            self._duties.report(step, self._boundary.collect(step, worker))
 
     def _reduce(self, worker: Worker, index: int, number: int) -> None:
         worker.doing("gradient sum", number)
-        with worker.waiting("the other drafters' gradients"), _called_off():
+        with worker.waiting("the other drafters' gradients"), called_off():
             self._reducer.reduce(index)
 
-    def _compare(self, worker: Worker, index: int, number: int) -> None:
-        worker.doing("comparison of the drafters", number)
-        with worker.waiting("the other drafters' checksums"), _called_off():
-            self._reducer.check_replicas(index, self._steps[index].optimizer.working, number)
+    @contextlib.contextmanager
+    def _work(self, worker: Worker, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+        """One unit of work on `devices`, by default the worker's own."""
+        with self._turn(worker, devices or (worker.device,)), self._gate.running():
+            yield
 
     @contextlib.contextmanager
     def _turn(self, worker: Worker, devices: Sequence[torch.device]) -> Iterator[None]:
@@ -292,12 +248,3 @@ class Pipeline:
                 if device in self._turns:
                     held.enter_context(self._turns[device].turn(worker))
             yield
-
-
-@contextlib.contextmanager
-def _called_off() -> Iterator[None]:
-    """The reducer's own failure is raised in one thread; in the others it only ends the work."""
-    try:
-        yield
-    except threading.BrokenBarrierError:
-        raise Stopped from None

@@ -1,10 +1,11 @@
-"""Whether what a configuration names is there: target, data files, prompts, run directory.
+"""Whether what a configuration names is there: target, data files, prompts, trackers, run directory.
 
 Nothing is loaded and nothing that is made stays, so this takes a moment, and torch is not imported.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -27,7 +28,7 @@ def check_named(config: Config, *, prompts: bool = True) -> None:
 
 def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
     """One line for each name that cannot be used: a target that is not there, a file that is missing
-    or unreadable, a run directory that cannot be written."""
+    or unreadable, a tracker's package, a run directory that cannot be written."""
     found = [_fault(lambda: _check_target(config))]
     for name in config.data.train:
         found += _file_faults("data.train", name)
@@ -37,6 +38,7 @@ def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
     if prompts:
         for key, name in config.evaluate.prompts.items():
             found += _file_faults(f"evaluate.prompts.{key}", name)
+    found += [_package_fault(name) for name in config.train.trackers]
     found.append(_directory_fault("run.dir", Path(config.run.dir)))
     if config.features.dir is not None:
         found.append(_directory_fault("features.dir", Path(config.features.dir)))
@@ -83,6 +85,18 @@ def _file_fault(path: Path) -> str:
     if not os.access(path, os.R_OK):
         return f"{path} cannot be read by this user"
     return ""
+
+
+def _package_fault(name: str) -> str:
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return ""
+    except ValueError:  # it is loaded, and nothing says from where
+        return ""
+    return (
+        f"train.trackers names {name}, which is not installed: pip install {name}, or take it out of "
+        "train.trackers"
+    )
 
 
 def _directory_fault(key: str, path: Path) -> str:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Trackers:
-    """Sends each metrics line everywhere; a context manager that owns the writers.
+    """Sends each metrics line everywhere; a context manager that owns the writers. `shown` is another.
 
     A tracker that fails, as on a full disk, is dropped: said once, and the run goes on without it. The
     JSONL log counts the lines it loses and goes on too.
@@ -91,9 +91,18 @@ class Trackers:
             except OSError:  # the terminal is gone, the run is not
                 self._bar = None
 
-    def __enter__(self) -> Trackers:
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows progress on the terminal inside."""
         if self._bar is not None:
             self._bar.start()
+        try:
+            yield
+        finally:
+            if self._bar is not None:
+                self._works("the terminal", self._bar.stop)
+
+    def __enter__(self) -> Trackers:
         return self
 
     def __exit__(
@@ -102,8 +111,6 @@ class Trackers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._works("the terminal", self._bar.stop)
         for name, tracker in self._trackers.items():
             self._works(name, partial(tracker.close, failed=kind is not None))
 
@@ -162,11 +169,7 @@ class WandbRun:
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         try:
             import wandb
-        except ImportError:
-            raise ConfigError(
-                "train.trackers names wandb, which is not installed: pip install 'draftline[wandb]'"
-            ) from None
-        try:
+
             self._run: Any = wandb.init(
                 project="draftline", dir=str(directory), config=dict(config)
             )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftline.checkpoint.store import Checkpoint, checkpoint_paths, latest_checkpoint
 from draftline.config.load import changed_keys
@@ -14,6 +16,8 @@ from draftline.errors import ResumeError
 from draftline.model.drafter.backbone import Drafter
 from draftline.model.target.identity import digest_in
 from draftline.runtime.nodes import Nodes
+from draftline.train.features.feed import Position
+from draftline.train.save.snapshot import load_state
 from draftline.train.step.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -93,10 +97,51 @@ def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     return same and checkpoint.step >= int(state["total_steps"])
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: the pack of its next step, the `step`s and `seconds` that it has behind it."""
+
+    position: Position
+    step: int
+    seconds: float
+
+
+BEGINNING = Start(Position(0, 0, 0), 0, 0.0)
+
+
+def take_up(
+    checkpoint: Checkpoint | None,
+    steps: Sequence[TrainStep],
+    nodes: Nodes | None,
+    *,
+    features: str,
+    packs_per_step: int,
+    accept_changes: bool,
+) -> Start:
+    """Puts the state that a checkpoint holds into every drafter of every machine (machine 0 has the
+    checkpoint); returns where it was. Raises ResumeError when a run with these features and packs a step
+    cannot go on from it."""
+    state: dict[str, Any] | None = None
+    if checkpoint is not None:
+        state = checkpoint.state
+        check_state(checkpoint, features, packs_per_step, accept_changes)
+        _check_weights(checkpoint, steps[0].drafter)
+        for step in steps:
+            step.drafter.feature_scale.copy_(checkpoint.tensors["drafter"]["feature_scale"])
+            load_state(step.optimizer, checkpoint.tensors)
+        log.info("resumed %s", checkpoint.path)
+    if nodes is not None:
+        state = nodes.broadcast_object(state)
+        _share_state(nodes, steps)
+    if state is None:
+        return BEGINNING
+    place = Position(int(state["next_number"]), int(state["epoch"]), int(state["next_pack"]))
+    return Start(place, int(state["step"]), float(state["seconds"]))
+
+
 def check_state(
-    checkpoint: Checkpoint, *, features: str, packs_per_step: int, accept_changes: bool
+    checkpoint: Checkpoint, features: str, packs_per_step: int, accept_changes: bool
 ) -> None:
-    """Raises ResumeError when a run with these features and packs a step cannot go on from it."""
     state = checkpoint.state
     if digest_in(state["features"]) not in (None, digest_in(features)):
         raise ResumeError(
@@ -116,7 +161,7 @@ def check_state(
         )
 
 
-def check_weights(checkpoint: Checkpoint, drafter: Drafter) -> None:
+def _check_weights(checkpoint: Checkpoint, drafter: Drafter) -> None:
     """Raises ResumeError when `drafter` has other weights than the checkpoint's, whatever was accepted:
     some would have no state to go on from, and others' would be lost."""
     saved = checkpoint.tensors["drafter"]
@@ -132,7 +177,7 @@ def check_weights(checkpoint: Checkpoint, drafter: Drafter) -> None:
     )
 
 
-def share_state(nodes: Nodes, steps: Sequence[TrainStep]) -> None:
+def _share_state(nodes: Nodes, steps: Sequence[TrainStep]) -> None:
     """Gives machine 0's first drafter's state to every drafter of every machine."""
     lead = steps[0]
     fixed = (lead.drafter.feature_scale, lead.optimizer.step_count, lead.optimizer.working)

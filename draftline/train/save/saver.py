@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from draftline.checkpoint.store import CheckpointWriter
 from draftline.config.schema import Config
 from draftline.errors import CheckpointError
-from draftline.runlog import RunLog, provenance
+from draftline.runlog import RunLog
 from draftline.train.features.feed import Position
 from draftline.train.plan.inputs import Inputs
 from draftline.train.save.snapshot import Snapshot
@@ -32,9 +34,11 @@ class Saver(AbstractContextManager["Saver"]):
         features: str,
         packs_per_step: int,
         total_steps: int,
+        made_by: Mapping[str, Any],
     ) -> None:
+        """`made_by` is the provenance of the running code, as it was when the run began."""
         self._config, self._inputs, self._runlog = config, inputs, runlog
-        self._key = features
+        self._key, self._made_by = features, dict(made_by)
         self._packs_per_step, self._total_steps = packs_per_step, total_steps
         fixed = {"feature_scale": lead.drafter.feature_scale}
         if inputs.token_ids is not None:
@@ -43,6 +47,11 @@ class Saver(AbstractContextManager["Saver"]):
         directory = runlog.directory / "checkpoints"
         self._writer = CheckpointWriter(directory, config.train.keep_checkpoints)
         self._saved_step: int | None = None
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether `save` would begin at once, waiting at most `timeout_s` for the write before it; raises
+        what that one could not foresee."""
+        return self._writer.wait(timeout_s)
 
     def save(self, step: int, position: Position, seconds: float) -> None:
         """Queues a checkpoint after `step` steps; the next step begins at `position`."""
@@ -59,7 +68,7 @@ class Saver(AbstractContextManager["Saver"]):
             "packs_per_step": self._packs_per_step,
             "total_steps": self._total_steps,
             "seconds": seconds,
-            "provenance": provenance(),
+            "provenance": self._made_by,
         }
         # The buffers of the snapshot are in use until the last one is written.
         self._writer.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,19 @@ def config(tmp_path: Path, target_dir: Callable[[str], Path]) -> Build:
         "evaluate": {"prompts": {"talks": str(tmp_path / "talks.jsonl")}},
     }
     return lambda *overrides: build_config(tree, overrides)
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_the_rest(
+    config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wanted = config("train.trackers=[tensorboard, wandb]", "target.path=/no/model")
+    assert [fault.partition(":")[0] for fault in find_faults(wanted)] == [
+        "target.path=/no/model",
+        "train.trackers names wandb, which is not installed",
+    ]
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    assert len(find_faults(wanted)) == 1
 
 
 def test_what_is_there_is_no_fault_and_nothing_is_made(config: Build, tmp_path: Path) -> None:

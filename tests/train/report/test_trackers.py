@@ -124,12 +124,6 @@ def test_a_terminal_that_is_gone_ends_no_run(
         trackers.reached(2)
 
 
-def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with RunLog(tmp_path) as runlog, pytest.raises(ConfigError, match=r"draftline\[wandb\]"):
-        Trackers(runlog, ["wandb"], {}, total=1)
-
-
 class FullDisk:
     """What a tracker's file does on a disk without room, from its `after`-th call on."""
 
