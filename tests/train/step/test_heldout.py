@@ -122,7 +122,7 @@ def by_hand(step: TrainStep, arrays: PackArrays, pack: PackTensors) -> tuple[flo
     for position in np.flatnonzero(arrays.anchor_mask).tolist():
         at = torch.tensor([position])
         result = step.loss(pack, Anchors(at, pack.start[at].long(), torch.tensor([True])))
-        accepted += int(result.accepted)
+        accepted += int(result.accepted.sum())
         blocks += int(result.blocks)
         share = sum(float(np.exp(-j / 3.0)) for j in range(int(result.slot_total.sum())))
         loss += result.loss.item() * share
