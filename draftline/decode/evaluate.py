@@ -18,8 +18,9 @@ from rich.table import Table
 from draftline.data.builtin import resolve_data
 from draftline.data.chat import served_prompt
 from draftline.data.conversations import read_conversations
-from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.decode.differences import Difference, first_differences
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import Decoded, DecodeSession
 from draftline.errors import DataError
 from draftline.model.target.target import Target
 
@@ -154,9 +155,9 @@ def evaluate(
                 width: int = 1,
                 heat: float = temperature,
                 owner: ExitStack = stack,
-            ) -> ChainDecoder:
+            ) -> DecodeSession:
                 return owner.enter_context(
-                    ChainDecoder(
+                    DecodeSession(
                         target,
                         model,
                         rows=rows,
@@ -203,7 +204,7 @@ def _shared_width(target: Target, rows: int, block: int) -> int:
     return block if rounds and rows * block <= _FREE_ROWS else 1
 
 
-def _decode(decoder: ChainDecoder, prompts: Prompts, max_new_tokens: int) -> list[Decoded]:
+def _decode(decoder: DecodeSession, prompts: Prompts, max_new_tokens: int) -> list[Decoded]:
     rows = decoder.rows
     return [
         decoder.decode(prompts[first : first + rows], max_new_tokens)
