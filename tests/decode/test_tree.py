@@ -24,7 +24,7 @@ from tests.support.tiny import (
 )
 
 # The anchor has three children, of which the first two have children of their own.
-PARENTS = [0, 0, 0, 0, 1, 1, 2, 4, 4]
+PARENTS = [0, 0, 0, 0, 1, 1, 2, 4, 4, 6]
 CHAIN = [0, 0, 1, 2, 3]
 
 
@@ -185,8 +185,9 @@ def test_a_session_through_trees_says_what_plain_decoding_says(
     width: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Siblings share positions, and what stands is moved to the slots of a chain: in layers that see
-    all and in layers that see a window of 6."""
-    target = Target(build_model(family), TinyTokenizer(VOCAB_SIZE), taps=(0, 2))
+    all and in layers that see a window of 2, which slots taken for positions would miss."""
+    window = {} if family == "llama" else {"sliding_window": 2}
+    target = Target(build_model(family, **window), TinyTokenizer(VOCAB_SIZE), taps=(0, 2))
     target.stop_ids = ()
     prompts = [s.input_ids.tolist() for s in build_samples((5, 17, 1, 9), seed=1)]
     plain = DecodeSession(target, None, rows=4, slots=100).decode(prompts, 44).tokens
@@ -196,9 +197,9 @@ def test_a_session_through_trees_says_what_plain_decoding_says(
     monkeypatch.setattr("draftline.decode.session.BlockDraft", Bushy)
     monkeypatch.setattr(Bushy, "told", told, raising=False)
     monkeypatch.setattr(Bushy, "vocab", VOCAB_SIZE, raising=False)
-    drafter = build_drafter(build_shape(target, block_size=9))
+    drafter = build_drafter(build_shape(target, block_size=10))
     session = DecodeSession(target, DraftModel(drafter), rows=4, slots=100, width=width)
-    assert (session.block, session.width) == (4, max(9, width))
+    assert (session.block, session.width) == (4, max(10, width))
     decoded = session.decode(prompts, 40)
     assert decoded.tokens == [tokens[:40] for tokens in plain]
     assert all(decoded.committed_counts[1:]), "rounds of every length"
