@@ -35,8 +35,8 @@ class Decoded:
 
     `tokens`: new tokens a prompt, the stop token included. `committed_counts[n]`: rounds that
     committed n tokens (n = 1..block). `slot_accepted[j]`: rounds in which a draft j + 1 behind the
-    anchor was accepted.
-    `rounds`: target calls after the prefill, over all rows. `seconds`: decoding without prefill.
+    anchor was accepted. `rounds`: target calls after the prefill, over all rows. `seconds`: decoding
+    without prefill.
     """
 
     tokens: list[list[int]]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from draftline.model.drafter.heads import Answers, Choose, DraftVocabulary, ParallelHead
-from draftline.model.drafter.losses import LossKernels, LossResult, LossSpec
+from draftline.model.drafter.losses import LossKernels, LossResult
 
 
 class CausalHead(nn.Module):
@@ -25,11 +25,10 @@ class CausalHead(nn.Module):
         states: Tensor,
         answers: Answers,
         vocabulary: DraftVocabulary,
-        spec: LossSpec,
         kernels: LossKernels,
     ) -> LossResult:
         corrected = self._corrected(states, answers.tokens[:, :-1], vocabulary)
-        return ParallelHead().loss(corrected, answers, vocabulary, spec, kernels)
+        return ParallelHead().loss(corrected, answers, vocabulary, kernels)
 
     def propose(
         self, states: Tensor, anchor: Tensor, vocabulary: DraftVocabulary, choose: Choose

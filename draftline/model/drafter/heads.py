@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftline.model.drafter.losses import LossKernels, LossResult, LossSpec, head_loss
+from draftline.model.drafter.losses import LossKernels, LossResult, head_loss
 from draftline.model.head import TargetEnds
 
 # Of float32 logits [..., vocab]: the rows chosen [...], and the distribution they were drawn from, or
@@ -74,7 +74,6 @@ class ParallelHead:
         states: Tensor,
         answers: Answers,
         vocabulary: DraftVocabulary,
-        spec: LossSpec,
         kernels: LossKernels,
     ) -> LossResult:
         """The loss of final-norm `states [blocks, block_size - 1, hidden]`; see `head_loss`."""
@@ -86,7 +85,6 @@ class ParallelHead:
             rows.clamp_min(0),
             rows >= 0,
             answers.supervised,
-            spec,
             kernels,
         )
 

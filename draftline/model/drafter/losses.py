@@ -52,7 +52,8 @@ class LossResult:
 
 @dataclass(frozen=True, slots=True)
 class LossKernels:
-    """The two passes over the logits of a chunk, `build_loss_kernels` and perhaps compiled.
+    """The two passes over the logits of a chunk, `build_loss_kernels` and perhaps compiled, and
+    `chunk_rows`, how many rows of logits may exist at once.
 
     `score` reads them; `into_gradient` replaces them by the gradient of the chunk's summed loss, so
     that one buffer of `[blocks, slots, vocab]` in the head's dtype is all there is.
@@ -60,6 +61,7 @@ class LossKernels:
 
     score: Callable[..., tuple[Tensor, ...]]
     into_gradient: Callable[..., None]
+    chunk_rows: int
 
 
 def build_loss_kernels(spec: LossSpec, head: Head) -> LossKernels:
@@ -123,7 +125,7 @@ def build_loss_kernels(spec: LossSpec, head: Head) -> LossKernels:
             gradient = gradient - (1 - share[..., None]) * wanted
         raw.copy_(head.transform_back(gradient * weights[..., None], logits))
 
-    return LossKernels(score, into_gradient)
+    return LossKernels(score, into_gradient, spec.chunk_rows)
 
 
 def _log_norm(logits: Tensor) -> Tensor:
@@ -154,7 +156,6 @@ def head_loss(
     labels: Tensor,
     known: Tensor,
     supervised: Tensor,
-    spec: LossSpec,
     kernels: LossKernels,
 ) -> LossResult:
     """The loss and statistics of `hidden [blocks, block_size - 1, hidden]`; slot 0 predicts nothing.
@@ -163,7 +164,7 @@ def head_loss(
     of `head` (any value where not `known`). Where no gradient is wanted, as under `torch.no_grad`,
     its pass is left out.
     """
-    parts = _chunks(hidden, spec)
+    parts = _chunks(hidden, kernels.chunk_rows)
     answers = labels[:, 1:].contiguous()
     known_slots = known[:, 1:].contiguous()
     supervised_slots = supervised[:, 1:].contiguous()
@@ -199,10 +200,10 @@ def head_loss(
     )
 
 
-def _chunks(hidden: Tensor, spec: LossSpec) -> list[slice]:
+def _chunks(hidden: Tensor, rows: int) -> list[slice]:
     """Stretches of the blocks `[blocks, slots, hidden]`, as even as they can be: blocks that divide
     give one shape to compile, and none too small to fill the device."""
     blocks, slots, _ = hidden.shape
-    chunks = -(-blocks // max(1, spec.chunk_rows // slots))
+    chunks = -(-blocks // max(1, rows // slots))
     each = -(-blocks // chunks)
     return [slice(first, min(first + each, blocks)) for first in range(0, blocks, each)]

@@ -8,7 +8,7 @@ between them for a reduction over drafters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ def compile_kernels(
     return StepKernels(
         vocabulary=vocabulary,
         forward=gate.compile(forward, "drafter", device),
-        loss=LossKernels(
+        loss=replace(
+            passes,
             score=gate.compile(passes.score, "loss", device),
             into_gradient=gate.compile(passes.into_gradient, "loss_gradient", device),
         ),
@@ -191,9 +192,7 @@ class TrainStep:
 
     def _loss(self, states: Tensor, answers: Answers) -> LossResult:
         kernels = self._kernels
-        return self.drafter.head.loss(
-            states, answers, kernels.vocabulary, self._spec.loss, kernels.loss
-        )
+        return self.drafter.head.loss(states, answers, kernels.vocabulary, kernels.loss)
 
     def _predict(
         self, pack: PackTensors, anchors: Anchors, deviation: float

@@ -53,7 +53,6 @@ class Case:
             self.labels,
             self.known,
             self.supervised,
-            spec,
             kernels or build_loss_kernels(spec, self.head),
         )
 
@@ -183,7 +182,7 @@ class Watched:
         self.replaced.append(raw)
 
     def kernels(self) -> LossKernels:
-        return LossKernels(self.score, self.into_gradient)
+        return LossKernels(self.score, self.into_gradient, self.plain.chunk_rows)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +305,6 @@ def test_of_equal_logits_the_first_is_chosen() -> None:
             labels,
             torch.ones_like(supervised),
             supervised,
-            spec,
             build_loss_kernels(spec, head),
         )
         assert result.slot_correct.tolist() == (choice[:, 1:] == label).sum(0).tolist()
