@@ -25,6 +25,7 @@ from tests.support.tiny import (
 
 # The anchor has three children, of which the first two have children of their own.
 PARENTS = [0, 0, 0, 0, 1, 1, 2, 4, 4, 6]
+OTHER = [0, 0, 1, 1, 0, 4, 5, 2, 2, 5]
 CHAIN = [0, 0, 1, 2, 3]
 
 
@@ -152,8 +153,8 @@ def test_sampled_paths_are_distributed_as_the_target(drawn: str) -> None:
 
 
 class Bushy(BlockDraft):
-    """Drafts a tree in the place of the block: the target's own tokens among wrong ones, in nodes
-    that change from round to round."""
+    """Drafts trees in the place of the block, not the same in every row: the target's own tokens
+    among wrong ones, in nodes that change from round to round."""
 
     told: Tensor  # [rows, positions]
     vocab: int
@@ -164,7 +165,7 @@ class Bushy(BlockDraft):
         self._offset = self._offset[:4]
         self._features = self._features[:, :4].clone()
         self._random = torch.Generator().manual_seed(1)
-        self._bushy = tree_of(PARENTS)
+        self._bushy = tree_of(PARENTS, OTHER, OTHER, PARENTS)
 
     def propose(self, anchor: Tensor, start: Tensor, window: int) -> Draft:
         before = self._start[:, None] + self._offset
@@ -174,7 +175,8 @@ class Bushy(BlockDraft):
         tokens = torch.randint(self.vocab, (rows, self.nodes - 1), generator=self._random)
         for row in range(rows):
             end = int(torch.randint(self.nodes, (), generator=self._random))
-            for depth, node in enumerate(paths(PARENTS)[end][1:], start=1):
+            parents = self._bushy.parents[row].tolist()
+            for depth, node in enumerate(paths(parents)[end][1:], start=1):
                 tokens[row, node - 1] = self.told[row, int(start[row]) + depth]
         return Draft(self._bushy, tokens, None)
 
