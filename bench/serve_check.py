@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from machine import describe
 from safetensors.torch import load_file
 from serve_cases import CPU, Case, as_before, demo_case, tiny_case, unfolded, without_head
 
-from draftline.decode.chain import ChainDecoder
+from draftline.decode.session import DecodeSession
 from draftline.model.head import Head
 
 VLLM_PYTHON = Path(".venv-serve/bin/python")
@@ -36,14 +37,17 @@ START_S, PROMPT_S = 900, 300
 
 
 def our_rows(case: Case) -> list[dict[str, Any]]:
-    """Tokens, rounds and accepted drafts of every prompt, by `ChainDecoder`."""
+    """Tokens, rounds and accepted drafts of every prompt, by `DecodeSession`."""
     block = case.draft.drafter.shape.block_size
     slots = max(map(len, case.prompts)) + case.new_tokens + block
-    decoder = ChainDecoder(case.target, case.draft, rows=1, slots=slots)
+    decoder = DecodeSession(case.target, case.draft, rows=1, slots=slots)
     stored = load_file(case.drafter / "model.safetensors").get("lm_head.weight")
     if case.own_head and stored is not None:
         # In bfloat16 the export's rows are not the target's to the last bit.
-        decoder._draft_head = Head(stored.float())
+        drafting: Any = decoder._draft
+        known = drafting._vocabulary
+        ends = replace(known.ends, head=Head(stored.float()))
+        drafting._vocabulary = replace(known, ends=ends)
     rows = []
     for prompt in case.prompts:
         done = decoder.decode([prompt], case.new_tokens)

@@ -141,7 +141,7 @@ def test_rooms_import_only_what_stands_below_them() -> None:
         ("runtime/ring.py", "from draftline.model.target.target import Head", "model.target"),
         ("runtime/ring.py", "import draftline.data.tokens", "data"),
         ("model/x.py", "def f():\n    from draftline.train import loop", "train"),
-        ("model/x.py", "from draftline.decode.chain import ChainDecoder", "decode"),
+        ("model/x.py", "from draftline.decode.session import DecodeSession", "decode"),
         ("data/x.py", "from draftline.model.target.taps import choose_taps", "model.target"),
         ("decode/x.py", "from draftline.train.loop import train", "train"),
         ("train/step/x.py", "from draftline.train.plan.plan import Plan", "train.plan"),

@@ -15,8 +15,8 @@ from draftline.choices import Choices
 from draftline.config.load import load_config
 from draftline.config.schema import Config
 from draftline.data.builtin import demo_config
-from draftline.decode.chain import DraftModel
 from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts
+from draftline.decode.propose import DraftModel
 from draftline.export.serving import serving
 from draftline.export.zlab import check_export, export_zlab
 from draftline.model.drafter.backbone import Drafter

@@ -195,7 +195,6 @@ def evaluate_command(
     with doing("loading PyTorch"):
         from draftline.checkpoint.restore import restore
         from draftline.choices import Choices
-        from draftline.decode.chain import DraftModel
         from draftline.decode.evaluate import (
             PlainOutputs,
             evaluate,
@@ -203,6 +202,7 @@ def evaluate_command(
             score_details,
             score_table,
         )
+        from draftline.decode.propose import DraftModel
         from draftline.runlog import provenance, write_atomic
         from draftline.train.plan.inputs import open_target, settle_date, template_arguments
 

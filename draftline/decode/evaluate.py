@@ -17,8 +17,9 @@ from rich.table import Table
 from draftline.data.builtin import resolve_data
 from draftline.data.chat import REFUSALS, served_prompt
 from draftline.data.conversations import read_conversations
-from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
 from draftline.decode.differences import Difference, first_differences
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import Decoded, DecodeSession
 from draftline.errors import DataError
 from draftline.model.target.target import Target
 from draftline.progress import doing
@@ -153,9 +154,9 @@ def evaluate(
                 width: int = 1,
                 heat: float = temperature,
                 owner: ExitStack = stack,
-            ) -> ChainDecoder:
+            ) -> DecodeSession:
                 return owner.enter_context(
-                    ChainDecoder(
+                    DecodeSession(
                         target,
                         model,
                         rows=rows,
@@ -208,7 +209,7 @@ def _shared_width(target: Target, rows: int, block: int) -> int:
 
 
 def _decode(
-    decoder: ChainDecoder, how: str, *, what: str, prompts: Prompts, max_new_tokens: int
+    decoder: DecodeSession, how: str, *, what: str, prompts: Prompts, max_new_tokens: int
 ) -> list[Decoded]:
     """Every batch of a set, with progress: `what` is decoded, and `how`."""
     rows, found = decoder.rows, list[Decoded]()

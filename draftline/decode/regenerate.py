@@ -21,10 +21,10 @@ from draftline.data.conversations import Conversation
 from draftline.data.dates import pinned, writes_date
 from draftline.data.generated import template_sha256
 from draftline.decode.answer_file import AnswerFile
-from draftline.decode.chain import ChainDecoder
 from draftline.decode.dialogue import Dialogue
 from draftline.decode.progress import Progress
 from draftline.decode.request import Request
+from draftline.decode.session import DecodeSession
 from draftline.errors import DataError
 from draftline.model.target.target import Target
 
@@ -186,13 +186,13 @@ class _Work:
         sampling, most = self._request.sampling, self._request.max_new_tokens
         going_on: list[Dialogue] = []
         with ExitStack() as stack:
-            decoder: ChainDecoder | None = None
+            decoder: DecodeSession | None = None
             for batch in batches:
                 answers = [self._kept(dialogue) for dialogue, _ in batch]
                 new = 0
                 if None in answers:
                     decoder = decoder or stack.enter_context(
-                        ChainDecoder(
+                        DecodeSession(
                             self._target,
                             None,
                             rows=min(size, len(group)),

@@ -1,6 +1,7 @@
-"""Acceptance of a drafted block by the target: greedy, and lossless rejection sampling.
+"""Acceptance of drafted tokens by the target: greedy, and lossless rejection sampling.
 
-Shapes: rows are independent sequences; `drafts [rows, slots]` are the tokens of slots 1..B-1.
+Shapes: rows are independent sequences; `drafts [rows, nodes - 1]` are the tokens of a tree's nodes
+behind the anchor.
 """
 
 from __future__ import annotations
@@ -11,13 +12,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftline.decode.tree import Tree
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`accepted [rows]` leading drafts that stand, and `bonus [rows]`, the target's own next token."""
+    """`accepted [rows]`: how many drafts stand, one below another from the anchor on; `last [rows]`:
+    the node that the last of them is, and `bonus [rows]`: the target's own token behind it."""
 
     accepted: Tensor
+    last: Tensor
     bonus: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How tokens are taken from logits, and which drafts stand: the likeliest at `temperature` 0, else
+    drawn with `generator` from `probabilities`."""
+
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    generator: torch.Generator
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of `logits [..., vocab]` the ids `[...]`, and the distribution that they were drawn from."""
+        if self.temperature == 0:
+            return logits.argmax(-1), None
+        probs = self._probabilities(logits)
+        return draw(probs, self.generator), probs
+
+    def verify(
+        self, tree: Tree, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor
+    ) -> Verdict:
+        """The verdict on `drafts [rows, nodes - 1]` by the target's `logits [rows, nodes, vocab]`."""
+        if self.temperature == 0:
+            return accept_greedy(tree, drafts, logits)
+        return accept_sampled(
+            tree, drafts, draft_probs, self._probabilities(logits), self.generator
+        )
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return probabilities(logits, self.temperature, self.top_p, self.top_k)
 
 
 def probabilities(
@@ -43,42 +79,64 @@ def probabilities(
     return torch.softmax(scaled, dim=-1)
 
 
-def accept_greedy(drafts: Tensor, logits: Tensor) -> Verdict:
-    """Accepts the longest prefix that equals the target's argmax.
+def accept_greedy(tree: Tree, drafts: Tensor, logits: Tensor) -> Verdict:
+    """Accepts the longest path from the anchor that the target's argmax takes.
 
-    `logits [rows, slots + 1, vocab]`: entry j is the target's prediction after slot j.
+    `logits [rows, nodes, vocab]`: the target's prediction after each node.
     """
     choice = logits.argmax(-1)
-    matches = (drafts == choice[:, :-1]).long()
-    accepted = matches.cumprod(1).sum(1)
-    return Verdict(accepted, choice.gather(1, accepted[:, None])[:, 0])
+    parents = tree.parents[:, 1:].expand(len(drafts), -1)
+    last, accepted = tree.accepted(drafts == choice.gather(1, parents))
+    return Verdict(accepted, last, choice.gather(1, last[:, None])[:, 0])
 
 
 def accept_sampled(
-    drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, generator: torch.Generator | None
+    tree: Tree,
+    drafts: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    generator: torch.Generator | None,
 ) -> Verdict:
     """Rejection sampling whose output is distributed as the target's (Leviathan et al.,
-    arXiv 2211.17192, section 2.3).
+    arXiv 2211.17192, section 2.3; for siblings SpecInfer, arXiv 2305.09781, section 4.3).
 
-    `drafts` were drawn from `draft_probs [rows, slots, vocab]`; `target_probs
-    [rows, slots + 1, vocab]`. A draft x stands with probability min(1, p(x) / q(x)); at the first
-    rejection the bonus comes from the normalised positive part of p - q, and from p itself when
-    every draft stands.
+    Each draft was drawn from its `draft_probs [rows, nodes - 1, vocab]`, which may depend on its elder
+    siblings (None without drafts); `target_probs [rows, nodes, vocab]`. Of the children of a node
+    that stands, one after another, a draft x stands with probability min(1, p(x) / q(x)); if it does
+    not, p becomes the normalised positive part of p - q. The bonus comes from what p is then.
     """
-    slots = drafts.shape[1]
-    p = target_probs[:, :slots].gather(2, drafts[..., None])[..., 0]
+    rows, nodes, _ = target_probs.shape
+    row = torch.arange(rows, device=drafts.device)[:, None]
+    if draft_probs is None:
+        nobody = torch.zeros(rows, dtype=torch.long, device=drafts.device)
+        return Verdict(nobody, nobody, draw(target_probs[:, 0], generator))
+    parents = tree.parents[:, 1:]
     q = draft_probs.gather(2, drafts[..., None])[..., 0]
-    u = torch.rand(p.shape, device=p.device, generator=generator)
-    accepted = (u * q < p).long().cumprod(1).sum(1)
-    row = torch.arange(drafts.shape[0], device=drafts.device)
-    at_rejection = target_probs[row, accepted]
-    # Where every draft stands there is no q to subtract; index 0 is a placeholder for those rows.
-    rejected = (accepted < slots)[:, None]
-    q_there = draft_probs[row, accepted.clamp_max(slots - 1)]
-    residual = torch.where(rejected, (at_rejection - q_there).clamp_min(0), at_rejection)
+    u = torch.rand(q.shape, device=q.device, generator=generator)
+    everybody = torch.arange(nodes, device=drafts.device).expand(rows, -1)
+    left = target_probs
+    stands = u * q < left[row, parents, drafts]
+    for rank in range(1, tree.branching):
+        # A younger sibling is asked by what its elders, rejected, have left.
+        left = _rest(tree, left, draft_probs, everybody, rank - 1)
+        left = left / left.sum(-1, keepdim=True)
+        asked = tree.rank[:, 1:] == rank
+        stands = torch.where(asked, u * q < left[row, parents, drafts], stands)
+    last, accepted = tree.accepted(tree.eldest(stands))
+    at_last = left[row, last[:, None]]
+    at_last = _rest(tree, at_last, draft_probs, last[:, None], tree.branching - 1)
+    return Verdict(accepted, last, draw(at_last[:, 0], generator))
+
+
+def _rest(tree: Tree, p: Tensor, draft_probs: Tensor, nodes: Tensor, rank: int) -> Tensor:
+    """What `p [rows, n, vocab]` after each of `nodes [rows, n]` leaves, not normalised, once the child
+    of `rank` was rejected; p itself where there is no such child."""
+    exists, child = tree.children(nodes, rank)
+    row = torch.arange(len(p), device=p.device)[:, None]
+    # Without a child there is no q to subtract; index 0 is a placeholder.
+    rest = torch.where(exists[..., None], (p - draft_probs[row, child]).clamp_min(0), p)
     # p and q can agree to the last bit, which leaves nothing: then p is the right distribution.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at_rejection)
-    return Verdict(accepted, draw(residual, generator))
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:

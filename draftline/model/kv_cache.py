@@ -1,9 +1,11 @@
 """A key/value cache of fixed size in which every row of a batch has its own length.
 
-Slot `p` of a row holds the key of position `p`. Rewinding a row therefore costs nothing: slots at or
-after the row's length are masked by the caller and overwritten later. The class stands in for a
-Hugging Face cache and serves the drafter as well. It answers what decoder-only models ask a cache in
-transformers 5.15 to 5.24; `check_fidelity` finds out whether a model asks for more.
+What a row has settled lies in order: slot `p` holds the key of position `p`. Tokens that are tried
+behind it may share a position, as siblings of a tree do; those that stand are then moved to the slot
+of theirs. Rewinding a row therefore costs nothing: slots at or after the row's length are masked by
+the caller and overwritten later. The class stands in for a Hugging Face cache and serves the drafter
+as well. It answers what decoder-only models ask a cache in transformers 5.15 to 5.24;
+`check_fidelity` finds out whether a model asks for more.
 """
 
 from __future__ import annotations
@@ -27,21 +29,35 @@ class StaticKV:
         self.rows = rows
         self.slots = slots
         self._row_index = torch.arange(rows, device=device)[:, None]
-        self._positions: Tensor | None = None
+        self._slot = torch.arange(slots, device=device)
+        self._written: Tensor | None = None
         self._visible = slots
+        self.key_positions = self._slot
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
     def begin_prefill(self, length: int) -> None:
         """The next updates write slots `0..length-1` of every row and return only those."""
-        self._positions = None
+        self._written = None
         self._visible = length
+        self.key_positions = self._slot[:length]
 
-    def begin(self, positions: Tensor, visible: int) -> None:
-        """The next updates write `positions [rows, tokens]`, all below `visible`, and return the
-        first `visible` slots."""
-        self._positions = positions
+    def begin(self, slots: Tensor, visible: int, positions: Tensor | None = None) -> None:
+        """The next updates write `slots [rows, tokens]`, all below `visible`, and return the first
+        `visible` slots. `positions [rows, tokens]` are those of the tokens, None where they are the
+        slots; `key_positions`, `[visible]` or `[rows, visible]`, then has the position of every key."""
+        self._written = slots
         self._visible = visible
+        self.key_positions = self._slot[:visible]
+        if positions is not None:
+            of_row = self.key_positions.expand(self.rows, -1)
+            self.key_positions = of_row.scatter(1, slots, positions)
+
+    def move(self, source: Tensor, slots: Tensor) -> None:
+        """Copies what lies at `source [rows, tokens]` to `slots [rows, tokens]`, in every layer."""
+        for buffer in (*self._keys.values(), *self._values.values()):
+            tokens = buffer.transpose(1, 2)
+            tokens[self._row_index, slots] = tokens[self._row_index, source]
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *sent: object, **named: object
@@ -60,10 +76,10 @@ class StaticKV:
                 shape = (self.rows, new.shape[1], self.slots, new.shape[3])
                 store[layer_idx] = new.new_zeros(shape)
             buffer = store[layer_idx]
-            if self._positions is None:
+            if self._written is None:
                 buffer[:, :, : self._visible] = new
             else:
-                buffer.transpose(1, 2)[self._row_index, self._positions] = new.transpose(1, 2)
+                buffer.transpose(1, 2)[self._row_index, self._written] = new.transpose(1, 2)
         return (
             self._keys[layer_idx][:, :, : self._visible],
             self._values[layer_idx][:, :, : self._visible],

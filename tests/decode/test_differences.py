@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.decode.differences import Difference, first_differences
 from draftline.decode.evaluate import PlainOutputs, evaluate, score_details
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import DecodeSession
 from draftline.model.target.target import Target
 from tests.support.tiny import build_drafter, build_samples, build_shape, build_target
 
@@ -23,7 +24,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> list[list[int]]:
-    with ChainDecoder(target, None, rows=3, slots=60) as decoder:
+    with DecodeSession(target, None, rows=3, slots=60) as decoder:
         return decoder.decode(PROMPTS, 10).tokens
 
 
@@ -118,7 +119,7 @@ def test_wider_target_calls_change_nothing(width: int, stop: tuple[int, ...]) ->
     target = build_target(stop=stop)
     outputs = []
     for wide in (1, width):
-        with ChainDecoder(target, None, rows=3, slots=40, width=wide) as decoder:
+        with DecodeSession(target, None, rows=3, slots=40, width=wide) as decoder:
             decoded = decoder.decode(PROMPTS, 20)
             outputs.append((decoded.tokens, decoded.committed_counts, decoded.rounds))
     assert outputs[0] == outputs[1]

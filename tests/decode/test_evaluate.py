@@ -14,8 +14,9 @@ from jinja2 import TemplateError
 from rich.console import Console
 
 from draftline.decode import evaluate as module
-from draftline.decode.chain import ChainDecoder, DraftModel
 from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts, score_table
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import DecodeSession
 from draftline.errors import DataError
 from draftline.model.target.target import Target
 from tests.support.tiny import (
@@ -65,7 +66,8 @@ def test_scores_pool_the_rounds_of_every_prompt(target: Target, draft: DraftMode
     assert (short.prompts, long.prompts) == (5, 2)
     for score, prompts in ((short, PROMPTS["short"]), (long, PROMPTS["long"])):
         decoded = [
-            ChainDecoder(target, draft, rows=1, slots=80).decode([prompt], 12) for prompt in prompts
+            DecodeSession(target, draft, rows=1, slots=80).decode([prompt], 12)
+            for prompt in prompts
         ]
         assert score.new_tokens == sum(d.new_tokens for d in decoded)
         assert score.rounds == sum(d.rounds for d in decoded)
@@ -112,8 +114,8 @@ def test_plain_output_is_decoded_once_for_many_drafters(
     plain_calls = []
     decode = module._decode
 
-    def counted(decoder: ChainDecoder, *rest: Any, **named: Any) -> Any:
-        plain_calls.append(decoder.draft is None)
+    def counted(decoder: DecodeSession, *rest: Any, **named: Any) -> Any:
+        plain_calls.append(decoder.block == 1)
         return decode(decoder, *rest, **named)
 
     monkeypatch.setattr(module, "_decode", counted)

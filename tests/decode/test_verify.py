@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftline.decode.tree import Tree
 from draftline.decode.verify import accept_greedy, accept_sampled, draw, probabilities
 from tests.support.tiny import chi_square_p
 
@@ -14,6 +15,10 @@ ROWS = 40_000
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def chain(nodes: int) -> Tree:
+    return Tree.chain(nodes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -25,7 +30,7 @@ def test_greedy_takes_the_longest_agreeing_prefix(slots: int) -> None:
         logits[:, :-1].argmax(-1),
         torch.randint(5, (300, slots), generator=random),
     )
-    verdict = accept_greedy(drafts, logits)
+    verdict = accept_greedy(chain(slots + 1), drafts, logits)
     for row in range(300):
         accepted = 0
         while accepted < slots and drafts[row, accepted] == logits[row, accepted].argmax():
@@ -66,7 +71,7 @@ def test_sampled_output_is_the_targets_distribution(kind: str) -> None:
     random = generator(1)
     draft_probs, target_probs = q.expand(ROWS, 3, 5), p.expand(ROWS, 4, 5)
     drafts = draw(draft_probs, random)
-    verdict = accept_sampled(drafts, draft_probs, target_probs, random)
+    verdict = accept_sampled(chain(4), drafts, draft_probs, target_probs, random)
     accepted = verdict.accepted
     # The tokens that come out: accepted drafts, then the bonus.
     output = torch.cat([drafts, torch.zeros(ROWS, 1, dtype=torch.long)], 1)
@@ -95,13 +100,17 @@ def test_slots_are_jointly_distributed_as_the_target_s(kind: str) -> None:
     out = torch.full((ROWS, 2), -1)
     # Two rounds: whoever did not get two tokens from the first drafts again for the second one.
     drafts = draw(q[:1].expand(ROWS, 1, 5), random)
-    first = accept_sampled(drafts, q[:1].expand(ROWS, 1, 5), p[:2].expand(ROWS, 2, 5), random)
+    first = accept_sampled(
+        chain(2), drafts, q[:1].expand(ROWS, 1, 5), p[:2].expand(ROWS, 2, 5), random
+    )
     both = first.accepted == 1
     out[:, 0] = torch.where(both, drafts[:, 0], first.bonus)
     out[both, 1] = first.bonus[both]
     count = int((~both).sum())
     again = draw(q[1:2].expand(count, 1, 5), random)
-    second = accept_sampled(again, q[1:2].expand(count, 1, 5), p[1:3].expand(count, 2, 5), random)
+    second = accept_sampled(
+        chain(2), again, q[1:2].expand(count, 1, 5), p[1:3].expand(count, 2, 5), random
+    )
     out[~both, 1] = torch.where(second.accepted == 1, again[:, 0], second.bonus)
     cells = torch.bincount(out[:, 0] * 5 + out[:, 1], minlength=25)
     assert chi_square_p(cells, ROWS * p[0][:, None] * p[1]) > 1e-3
@@ -113,7 +122,7 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
     p = torch.cat([0.9 * q, q])
     random = generator(3)
     drafts = draw(q.expand(ROWS, 1, 5), random)
-    verdict = accept_sampled(drafts, q.expand(ROWS, 1, 5), p.expand(ROWS, 2, 5), random)
+    verdict = accept_sampled(chain(2), drafts, q.expand(ROWS, 1, 5), p.expand(ROWS, 2, 5), random)
     rejected = verdict.accepted == 0
     count = int(rejected.sum())
     assert 0.08 * ROWS < count < 0.12 * ROWS
@@ -187,7 +196,7 @@ def test_a_truncated_target_is_sampled_losslessly(
     q = probabilities(drafter, 0.8, *((top_p, top_k) if draft_truncated else ()))
     assert bool((p == 0).any(-1).all())
     drafts = draw(q.expand(ROWS, 2, 6), random)
-    verdict = accept_sampled(drafts, q.expand(ROWS, 2, 6), p.expand(ROWS, 3, 6), random)
+    verdict = accept_sampled(chain(3), drafts, q.expand(ROWS, 2, 6), p.expand(ROWS, 3, 6), random)
     output = torch.cat([drafts, torch.zeros(ROWS, 1, dtype=torch.long)], 1)
     output[torch.arange(ROWS), verdict.accepted] = verdict.bonus
     for slot in range(3):

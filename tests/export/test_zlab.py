@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftline.decode.chain import ChainDecoder, DraftModel
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import DecodeSession
 from draftline.errors import ConfigError, ParityError
 from draftline.export import zlab
 from draftline.export.tensors import export_tensors
@@ -371,13 +372,13 @@ def test_rounds_of_dflash_are_our_rounds(
     """The whole loop of the package with the exported drafter commits what ours commits."""
     endless = build_target(stop=())
     prompts = [s.input_ids.tolist() for s in build_samples((5, 17, 9), seed=1)]
-    plain = ChainDecoder(endless, None, rows=3, slots=80).decode(prompts, 40).tokens
+    plain = DecodeSession(endless, None, rows=3, slots=80).decode(prompts, 40).tokens
     drafter = teach(endless, build_drafter(build_shape(endless, **shape)), prompts)
     block = drafter.shape.block_size
     theirs = load_theirs(dflash, export(endless, drafter, tmp_path / "out"))
     monkeypatch.setattr(dflash, "_cuda_time", time.perf_counter)
     model = build_model()
-    decoder = ChainDecoder(endless, DraftModel(drafter), rows=1, slots=80)
+    decoder = DecodeSession(endless, DraftModel(drafter), rows=1, slots=80)
     lengths: list[int] = []
     for prompt, tokens in zip(prompts, plain, strict=True):
         result = dflash.dflash_generate(

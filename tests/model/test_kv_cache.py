@@ -58,6 +58,26 @@ def test_it_answers_what_masks_are_made_from() -> None:
     assert made.get_mask_sizes(1, 0) == (5, 0)
 
 
+def test_tokens_that_are_tried_share_positions_and_those_that_stand_move_to_theirs() -> None:
+    made = cache()
+    made.update(NEW, NEW + 1, 0)
+    assert made.key_positions.tolist() == [0, 1, 2]
+    slots, positions = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[3, 4, 4, 5]])
+    made.begin(slots, 7, positions)
+    assert made.key_positions.tolist() == [[0, 1, 2, 3, 4, 4, 5]]
+    tried = torch.arange(100.0, 116.0).view(1, 2, 4, 2)
+    keys, values = made.update(tried, tried + 1, 0)
+    assert torch.equal(keys, torch.cat([NEW, tried], 2))
+    assert torch.equal(values, torch.cat([NEW + 1, tried + 1], 2))
+    # The second of the siblings stands, and what follows it.
+    made.move(torch.tensor([[3, 5, 6]]), torch.tensor([[3, 4, 5]]))
+    made.begin(torch.tensor([[6]]), 7)
+    assert made.key_positions.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    keys, values = made.update(tried[:, :, :1], tried[:, :, :1], 0)
+    assert torch.equal(keys[:, :, :6], torch.cat([NEW, tried[:, :, [0, 2, 3]]], 2))
+    assert torch.equal(values[:, :, :6], torch.cat([NEW + 1, tried[:, :, [0, 2, 3]] + 1], 2))
+
+
 class Forgetful(StaticKV):
     """Shows a model nothing but the newest keys, as a cache of another meaning would."""
 

@@ -15,7 +15,7 @@ from draftline.choices import Choices
 from draftline.data.batches import derive_table
 from draftline.data.packing import Pack, build_pack
 from draftline.data.store import Sample
-from draftline.decode.chain import ChainDecoder
+from draftline.decode.session import DecodeSession
 from draftline.model.drafter.backbone import Drafter, DrafterShape
 from draftline.model.drafter.losses import LossSpec
 from draftline.model.target.target import Target
@@ -222,7 +222,7 @@ def teach(
 ) -> Drafter:
     """`drafter` trained on the target's own greedy continuations, so that much is accepted."""
     longest = max(map(len, prompts))
-    decoder = ChainDecoder(target, None, rows=len(prompts), slots=longest + new + 1)
+    decoder = DecodeSession(target, None, rows=len(prompts), slots=longest + new + 1)
     samples = []
     for prompt, tokens in zip(prompts, decoder.decode(prompts, new).tokens, strict=True):
         ids = np.array(prompt + tokens, np.int32)

@@ -2,7 +2,8 @@
 
 DFlash, arXiv 2602.06036. Queries come from the block only; every layer's keys and values are those of
 the fused target features (the context) followed by those of the block. Module names are the tensor
-names of the z-lab checkpoint layout. The drafter has no embedding and no head: it borrows the target's.
+names of the z-lab checkpoint layout. The drafter has no embedding and no vocabulary of its own: it
+borrows the target's, and its `head` says how.
 
 Symbols: S context tokens, R block rows (anchors * block_size in training), `rope` a (cos, sin) pair.
 """
@@ -19,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from draftline.model.attention import dense_attention, fused_attention
+from draftline.model.drafter.heads import ParallelHead
 
 Rope = tuple[Tensor, Tensor]
 Mask = Tensor | BlockMask
@@ -170,6 +172,7 @@ class Drafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.head = ParallelHead()
         self.register_buffer("feature_scale", torch.ones(width), persistent=False)
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -192,11 +192,11 @@ def final_gain(head: Head, masked: Tensor, token_ids: Tensor | None = None) -> T
     of other states the deviation at which the loss exceeds ln(vocabulary) by `_GAIN_EXCESS`. Small
     weights alone would do as much for the first loss, but the drafter then learns more slowly.
     """
-    rows = head.weight.shape[0] if token_ids is None else len(token_ids)
+    rows = head.vocab_size if token_ids is None else len(token_ids)
     some = torch.arange(0, rows, max(1, rows // _GAIN_ROWS))
     if token_ids is not None:
         some = token_ids.cpu()[some]
-    weight = head.weight[some.to(head.weight.device)].cpu().double()
+    weight = head.rows(some).cpu().double()
     parts = (weight * masked.cpu().double()).t().contiguous()
     signs = torch.ones(len(parts), dtype=torch.float64)
     order = parts.square().sum(1).argsort(descending=True, stable=True).tolist()

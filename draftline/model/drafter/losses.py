@@ -32,31 +32,28 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """`loss` scalar: sum of weighted slot losses over sum of weights, differentiable with respect
-    to the hidden states. Statistics without gradient, over supervised slots: `slot_correct` and
-    `slot_total [block_size - 1]`, `accepted` the summed lengths of correct prefixes, `blocks` how
-    many blocks had a supervised slot."""
+    """`total`: sum of weighted slot losses, differentiable with respect to the hidden states, and
+    `weight`: sum of the weights. Statistics without gradient, over supervised slots: `slot_correct`
+    and `slot_total [block_size - 1]`, `accepted [blocks]` the length of each block's correct prefix,
+    `blocks` how many blocks had a supervised slot."""
 
-    loss: Tensor
+    total: Tensor
+    weight: Tensor
     slot_correct: Tensor
     slot_total: Tensor
     accepted: Tensor
     blocks: Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The loss of `LossResult` as `loss` over `weight`, and `accepted [blocks]`, the length of each
-    block's correct prefix; no gradients."""
-
-    loss: Tensor
-    weight: Tensor
-    accepted: Tensor
+    @property
+    def loss(self) -> Tensor:
+        """The scalar that is trained on: the weighted mean."""
+        return self.total / self.weight.clamp_min(1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class LossKernels:
-    """The two passes over the logits of a chunk, `build_loss_kernels` and perhaps compiled.
+    """The two passes over the logits of a chunk, `build_loss_kernels` and perhaps compiled, and
+    `chunk_rows`, how many rows of logits may exist at once.
 
     `score` reads them; `into_gradient` replaces them by the gradient of the chunk's summed loss, so
     that one buffer of `[blocks, slots, vocab]` in the head's dtype is all there is.
@@ -64,6 +61,7 @@ class LossKernels:
 
     score: Callable[..., tuple[Tensor, ...]]
     into_gradient: Callable[..., None]
+    chunk_rows: int
 
 
 def build_loss_kernels(spec: LossSpec, head: Head) -> LossKernels:
@@ -125,12 +123,9 @@ def build_loss_kernels(spec: LossSpec, head: Head) -> LossKernels:
         if target_raw is not None:
             wanted = (head.transform(target_raw) - target_norm[..., None]).exp()
             gradient = gradient - (1 - share[..., None]) * wanted
-        gradient = gradient * weights[..., None]
-        if head.softcap is not None:
-            gradient = gradient * (1 - (logits / head.softcap).square())
-        raw.copy_(gradient * head.multiplier)
+        raw.copy_(head.transform_back(gradient * weights[..., None], logits))
 
-    return LossKernels(score, into_gradient)
+    return LossKernels(score, into_gradient, spec.chunk_rows)
 
 
 def _log_norm(logits: Tensor) -> Tensor:
@@ -142,17 +137,16 @@ def _log_norm(logits: Tensor) -> Tensor:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]]) -> Any:
-        loss, weight, gradient, correct = run(hidden)
-        weight = weight.clamp_min(1e-9)
-        ctx.save_for_backward(gradient, weight)
-        ctx.mark_non_differentiable(correct)
-        return loss / weight, correct
+    def forward(ctx: Any, hidden: Tensor, run: Callable[[Tensor], tuple[Any, ...]]) -> Any:
+        total, weight, gradient, correct = run(hidden)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(weight, correct)
+        return total, weight, correct
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:
-        gradient, weight = ctx.saved_tensors
-        return gradient * (grad_loss / weight).to(gradient.dtype), None
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_total.to(gradient.dtype), None
 
 
 def head_loss(
@@ -162,80 +156,54 @@ def head_loss(
     labels: Tensor,
     known: Tensor,
     supervised: Tensor,
-    spec: LossSpec,
     kernels: LossKernels,
 ) -> LossResult:
     """The loss and statistics of `hidden [blocks, block_size - 1, hidden]`; slot 0 predicts nothing.
 
     `target_hidden` of the same shape or None; the rest `[blocks, block_size]`, with `labels` as rows
-    of `head.weight` (any value where not `known`).
+    of `head` (any value where not `known`). Where no gradient is wanted, as under `torch.no_grad`,
+    its pass is left out.
     """
-    parts = _chunks(hidden, spec)
+    parts = _chunks(hidden, kernels.chunk_rows)
     answers = labels[:, 1:].contiguous()
     known_slots = known[:, 1:].contiguous()
     supervised_slots = supervised[:, 1:].contiguous()
+    wanted = torch.is_grad_enabled() and hidden.requires_grad
 
-    def run(states: Tensor) -> tuple[Tensor, ...]:
-        gradient = torch.empty_like(states)
-        loss = torch.zeros((), device=states.device)
+    def run(states: Tensor) -> tuple[Any, ...]:
+        gradient = torch.empty_like(states) if wanted else None
+        total = torch.zeros((), device=states.device)
         weight = torch.zeros((), device=states.device)
         matches = []
         for part in parts:
-            raw = states[part] @ head.weight.t()
-            target_raw = None if target_hidden is None else target_hidden[part] @ head.weight.t()
-            part_loss, part_weight, correct, *rest = kernels.score(
+            raw = head.product(states[part])
+            target_raw = None if target_hidden is None else head.product(target_hidden[part])
+            part_total, part_weight, correct, *rest = kernels.score(
                 raw, target_raw, answers[part], known_slots[part], supervised_slots[part]
             )
-            kernels.into_gradient(raw, target_raw, answers[part], *rest)
-            loss = loss + part_loss
+            total = total + part_total
             weight = weight + part_weight
-            torch.matmul(raw, head.weight, out=gradient[part])
             matches.append(correct)
-        return loss, weight, gradient, torch.cat(matches)
+            if gradient is not None:
+                kernels.into_gradient(raw, target_raw, answers[part], *rest)
+                head.product_back(raw, gradient[part])
+        return total, weight, gradient, torch.cat(matches)
 
-    loss, correct = _HeadLoss.apply(hidden.contiguous(), run)  # type: ignore[no-untyped-call]
+    total, weight, correct = _HeadLoss.apply(hidden.contiguous(), run)  # type: ignore[no-untyped-call]
     return LossResult(
-        loss=loss,
+        total=total,
+        weight=weight,
         slot_correct=correct.sum(0),
         slot_total=supervised_slots.sum(0),
-        accepted=correct.long().cumprod(1).sum(),
+        accepted=correct.long().cumprod(1).sum(1),
         blocks=supervised_slots[:, 0].sum(),
     )
 
 
-@torch.no_grad()
-def head_scores(
-    hidden: Tensor,
-    target_hidden: Tensor | None,
-    head: Head,
-    labels: Tensor,
-    known: Tensor,
-    supervised: Tensor,
-    spec: LossSpec,
-    kernels: LossKernels,
-) -> Scores:
-    """What `head_loss` would find, block by block and without its gradient pass."""
-    loss = torch.zeros((), device=hidden.device)
-    weight = torch.zeros((), device=hidden.device)
-    accepted = []
-    for part in _chunks(hidden, spec):
-        target_raw = None if target_hidden is None else target_hidden[part] @ head.weight.t()
-        part_loss, part_weight, correct, *_ = kernels.score(
-            hidden[part] @ head.weight.t(),
-            target_raw,
-            labels[part, 1:].contiguous(),
-            known[part, 1:].contiguous(),
-            supervised[part, 1:].contiguous(),
-        )
-        loss, weight = loss + part_loss, weight + part_weight
-        accepted.append(correct.long().cumprod(1).sum(1))
-    return Scores(loss, weight, torch.cat(accepted))
-
-
-def _chunks(hidden: Tensor, spec: LossSpec) -> list[slice]:
+def _chunks(hidden: Tensor, rows: int) -> list[slice]:
     """Stretches of the blocks `[blocks, slots, hidden]`, as even as they can be: blocks that divide
     give one shape to compile, and none too small to fill the device."""
     blocks, slots, _ = hidden.shape
-    chunks = -(-blocks // max(1, spec.chunk_rows // slots))
+    chunks = -(-blocks // max(1, rows // slots))
     each = -(-blocks // chunks)
     return [slice(first, min(first + each, blocks)) for first in range(0, blocks, each)]

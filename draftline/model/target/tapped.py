@@ -65,18 +65,19 @@ class TappedDecoder:
         output = self._decoder(
             input_ids=input_ids,
             position_ids=positions,
-            attention_mask=self._masks(mask, positions),
+            attention_mask=self._masks(mask, positions, cache.key_positions),
             use_cache=True,
             **{self._cache_name: cache},
         )
         return output.last_hidden_state, self._take_taps()
 
-    def _masks(self, mask: Tensor | None, positions: Tensor) -> Any:
-        """`mask` as the decoder takes it: one, or one a kind of layer, windows cut out of it."""
+    def _masks(self, mask: Tensor | None, positions: Tensor, keys: Tensor) -> Any:
+        """`mask` as the decoder takes it: one, or one a kind of layer, windows cut out of it by the
+        positions of `keys`."""
         windowed = mask
         if mask is not None and self._window is not None and mask.shape[-1] > self._window:
-            slots = torch.arange(mask.shape[-1], device=mask.device)
-            windowed = mask & (slots > positions[:, None, :, None] - self._window)
+            key = keys.view(-1, 1, 1, keys.shape[-1])
+            windowed = mask & (key > positions[:, None, :, None] - self._window)
         if len(self._kinds) > 1:
             return {kind: windowed if "sliding" in kind else mask for kind in self._kinds}
         return windowed

@@ -72,7 +72,7 @@ class Target:
         self.rope = fix_rope(decoder, context)
         own = own_answers(decoder) if self.fidelity.untried else None
         self.embed_scale, self.head = probe(model, layers[0])
-        self.vocab_size = int(self.head.weight.shape[0])
+        self.vocab_size = self.head.vocab_size
         self.dequantised = False
         self.stop_ids = stop_ids(model, text_config, tokenizer)
         self._attach(model)

@@ -186,7 +186,7 @@ class HeldOut:
         pack = self._step.inputs
         scores = self._step.scores(pack, Anchors(position, pack.start[position].long(), keep))
         self._accepted.copy_(scores.accepted)
-        self._sums += torch.stack([scores.loss, scores.weight]).double()
+        self._sums += torch.stack([scores.total, scores.weight]).double()
 
 
 def _rows(positions: NDArray[np.int64], width: int) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ between them for a reduction over drafters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +16,15 @@ from torch import Tensor
 
 from draftline.model.drafter.anchors import Anchors, build_blocks, sample_anchors
 from draftline.model.drafter.backbone import Drafter, Mask
+from draftline.model.drafter.heads import Answers, DraftVocabulary
 from draftline.model.drafter.losses import (
     LossKernels,
     LossResult,
     LossSpec,
-    Scores,
     build_loss_kernels,
-    head_loss,
-    head_scores,
 )
 from draftline.model.drafter.masks import block_mask, dense_mask
-from draftline.model.head import Head, TargetEnds
+from draftline.model.head import TargetEnds
 from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.graphs import FixedInputs, GraphPool, Replayed
 from draftline.train.step.optim import MasterAdamW, MixedUpdate, OptimizerSpec, build_mixed_update
@@ -53,8 +51,7 @@ class StepSpec:
 class StepKernels:
     """The functions of one device that are compiled; its drafters share them."""
 
-    ends: TargetEnds
-    draft_id: Tensor
+    vocabulary: DraftVocabulary
     forward: Callable[..., Tensor]
     loss: LossKernels
     mixed_update: MixedUpdate
@@ -64,24 +61,18 @@ def compile_kernels(
     gate: CompileGate, ends: TargetEnds, token_ids: Tensor | None, spec: StepSpec
 ) -> StepKernels:
     """The kernels of the device that `ends` lie on, over the draft vocabulary where there is one."""
-    device, rows = ends.device, ends.vocab_size
-    draft_id = torch.arange(rows, device=device)
-    drafted = ends
-    if token_ids is not None:
-        ids = token_ids.to(device)
-        drafted = TargetEnds(ends.embedding, ends.embed_scale, ends.head.restricted(ids))
-        draft_id = torch.full((rows,), -1, device=device)
-        draft_id[ids] = torch.arange(len(ids), device=device)
+    device = ends.device
+    vocabulary = DraftVocabulary.of(ends, token_ids)
 
     def forward(drafter: Drafter, *inputs: Any) -> Tensor:
         return drafter.states(*inputs, predictions=True)
 
-    passes = build_loss_kernels(spec.loss, drafted.head)
+    passes = build_loss_kernels(spec.loss, vocabulary.ends.head)
     return StepKernels(
-        ends=drafted,
-        draft_id=draft_id,
+        vocabulary=vocabulary,
         forward=gate.compile(forward, "drafter", device),
-        loss=LossKernels(
+        loss=replace(
+            passes,
             score=gate.compile(passes.score, "loss", device),
             into_gradient=gate.compile(passes.into_gradient, "loss_gradient", device),
         ),
@@ -109,7 +100,7 @@ class TrainStep:
         pool: GraphPool | None = None,
     ) -> None:
         """`drafter` holds float32 weights on the kernels' device; `width` is that of the features."""
-        device = kernels.ends.device
+        device = kernels.vocabulary.ends.device
         self.drafter = drafter
         self.device = device
         self.optimizer = MasterAdamW(
@@ -125,7 +116,7 @@ class TrainStep:
         self._taps_width = drafter.shape.num_taps * drafter.shape.hidden_size
         self._fused = device.type == "cuda"
         self._generator = torch.Generator(device)
-        self.width, self.dtype = width, kernels.ends.dtype
+        self.width, self.dtype = width, kernels.vocabulary.ends.dtype
         self.inputs = PackTensors.empty(spec.token_budget, width, self.dtype, device)
         self._fixed = FixedInputs(self.inputs.tensors())
         generators = (self._generator,) if self._fused else ()
@@ -190,20 +181,24 @@ class TrainStep:
 
     def loss(self, pack: PackTensors, anchors: Anchors) -> LossResult:
         """Forward and loss at given anchors; the result's loss has a gradient."""
-        predicted = self._predict(pack, anchors, self._spec.noise)
-        return head_loss(*predicted, self._spec.loss, self._kernels.loss)
+        return self._loss(*self._predict(pack, anchors, self._spec.noise))
 
-    def scores(self, pack: PackTensors, anchors: Anchors) -> Scores:
-        """Forward and scores at given anchors, without feature noise; draws nothing at random."""
+    def scores(self, pack: PackTensors, anchors: Anchors) -> LossResult:
+        """The same without feature noise and without a gradient; draws nothing at random."""
         # With gradients, as in training: without them the forward would be compiled once more.
         predicted = self._predict(pack, anchors, 0.0)
-        return head_scores(*predicted, self._spec.loss, self._kernels.loss)
+        with torch.no_grad():
+            return self._loss(*predicted)
+
+    def _loss(self, states: Tensor, answers: Answers) -> LossResult:
+        kernels = self._kernels
+        return self.drafter.head.loss(states, answers, kernels.vocabulary, kernels.loss)
 
     def _predict(
         self, pack: PackTensors, anchors: Anchors, deviation: float
-    ) -> tuple[Tensor, Tensor | None, Head, Tensor, Tensor, Tensor]:
-        """The arguments of `head_loss` up to the supervised slots."""
-        shape, ends = self.drafter.shape, self._kernels.ends
+    ) -> tuple[Tensor, Answers]:
+        """The states of the slots that predict, and what they should have said."""
+        shape, ends = self.drafter.shape, self._kernels.vocabulary.ends
         blocks = build_blocks(
             anchors,
             pack.input_ids,
@@ -234,15 +229,8 @@ class TrainStep:
         if pack.features.shape[1] > self._taps_width:
             # The prediction of slot j is made at the position before it.
             target_hidden = pack.features[:, self._taps_width :][blocks.index[:, :-1]]
-        labels = self._kernels.draft_id[blocks.labels]
-        return (
-            hidden.view(-1, shape.block_size - 1, hidden.shape[-1]),
-            target_hidden,
-            ends.head,
-            labels.clamp_min(0),
-            labels >= 0,
-            blocks.supervised,
-        )
+        states = hidden.view(-1, shape.block_size - 1, hidden.shape[-1])
+        return states, Answers(blocks.labels, blocks.supervised, target_hidden)
 
     def _run_gradients(self) -> None:
         anchors = self.sample(self.inputs)

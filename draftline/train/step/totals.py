@@ -31,7 +31,7 @@ class Totals:
         values = [
             torch.ones_like(loss),
             loss,
-            result.accepted,
+            result.accepted.sum(),
             result.blocks,
             anchors,
             ~torch.isfinite(loss),

@@ -53,7 +53,6 @@ class Case:
             self.labels,
             self.known,
             self.supervised,
-            spec,
             kernels or build_loss_kernels(spec, self.head),
         )
 
@@ -157,7 +156,7 @@ def test_statistics_are_those_of_a_loop() -> None:
             result = case.run(LossSpec("decay", 2.0, 0.5, 0.0, chunk_rows), case.hidden)
             assert result.slot_correct.tolist() == hits
             assert result.slot_total.tolist() == totals
-            assert int(result.accepted) == accepted
+            assert int(result.accepted.sum()) == accepted
             assert int(result.blocks) == blocks
 
 
@@ -183,7 +182,7 @@ class Watched:
         self.replaced.append(raw)
 
     def kernels(self) -> LossKernels:
-        return LossKernels(self.score, self.into_gradient)
+        return LossKernels(self.score, self.into_gradient, self.plain.chunk_rows)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +201,50 @@ def test_only_a_chunk_of_logits_ever_exists(chunk_rows: int, blocks: list[int]) 
     assert all(a is b for a, b in zip(watched.scored, watched.replaced, strict=True))
     loss.backward()
     assert len(watched.scored) == len(blocks), "the backward computes no logits"
+
+
+def test_without_a_gradient_its_pass_is_left_out_and_nothing_else_changes() -> None:
+    case = Case(unknown=True, multiplier=0.6, softcap=3.0)
+    spec = LossSpec("dpace", 2.0, 0.5, 0.5, 9)
+    hidden = case.hidden.clone().requires_grad_()
+    trained = case.run(spec, hidden)
+    watched = Watched(spec, case.head)
+    with torch.no_grad():
+        scored = case.run(spec, hidden, watched.kernels())
+    assert watched.scored
+    assert watched.replaced == []
+    for name in ("total", "weight", "slot_correct", "slot_total", "accepted", "blocks"):
+        assert torch.equal(getattr(scored, name), getattr(trained, name)), name
+
+
+class Coarse(Head):
+    """A head of another number format: it multiplies by eighths."""
+
+    def coarse(self) -> Tensor:
+        return (self.weight * 8).round() / 8
+
+    def product(self, hidden: Tensor, *, unrounded: bool = False) -> Tensor:
+        return hidden @ self.coarse().t()
+
+    def product_back(self, gradient: Tensor, out: Tensor) -> None:
+        torch.matmul(gradient, self.coarse(), out=out)
+
+
+def test_the_format_of_the_head_is_its_own_affair() -> None:
+    case = Case(unknown=False, multiplier=0.6, softcap=3.0)
+    spec = LossSpec("decay", 2.0, 0.5, 0.5, 9)
+    coarse = Coarse(case.head.weight, 0.6, 3.0)
+    found = []
+    for head in (coarse, Head(coarse.coarse(), 0.6, 3.0), case.head):
+        case.head = head
+        hidden = case.hidden.clone().requires_grad_()
+        case.run(spec, hidden).loss.backward()
+        assert hidden.grad is not None
+        found.append((head.logits(case.hidden), hidden.grad))
+    for mine, same, other in zip(*found, strict=True):
+        assert torch.equal(mine, same)
+        assert not torch.allclose(mine, other)
+    assert type(coarse.restricted(torch.tensor([3, 1]))) is Coarse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -262,7 +305,6 @@ def test_of_equal_logits_the_first_is_chosen() -> None:
             labels,
             torch.ones_like(supervised),
             supervised,
-            spec,
             build_loss_kernels(spec, head),
         )
         assert result.slot_correct.tolist() == (choice[:, 1:] == label).sum(0).tolist()
@@ -309,7 +351,7 @@ def test_nothing_supervised_is_a_loss_of_zero(kind: str) -> None:
     assert result.loss.item() == 0
     assert hidden.grad is not None
     assert not hidden.grad.any()
-    assert int(result.blocks) == int(result.accepted) == int(result.slot_total.sum()) == 0
+    assert int(result.blocks) == int(result.accepted.sum()) == int(result.slot_total.sum()) == 0
 
 
 def test_unsupervised_slots_do_not_matter() -> None:

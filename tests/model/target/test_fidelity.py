@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from draftline.choices import Choices
 from draftline.config.load import build_config as build_run
-from draftline.decode.chain import ChainDecoder
+from draftline.decode.session import DecodeSession
 from draftline.errors import FallbackError, TargetError
 from draftline.model.drafter.init import build_shape
 from draftline.model.target import fidelity
@@ -131,7 +131,7 @@ def test_decoding_far_beyond_a_window_says_what_the_whole_forward_says(name: str
         wanted.append(text[0, prompt.shape[1] :].tolist())
     target = Target(model, tiny_tokenizer(), taps=TAPS)
     target.stop_ids = ()
-    with ChainDecoder(target, None, rows=2, slots=40) as decoder:
+    with DecodeSession(target, None, rows=2, slots=40) as decoder:
         assert decoder.decode([p[0].tolist() for p in prompts], 14).tokens == wanted
 
 

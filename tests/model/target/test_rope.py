@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftline.choices import Choices
 from draftline.config.load import build_config as build_run
-from draftline.decode.chain import ChainDecoder
+from draftline.decode.session import DecodeSession
 from draftline.errors import TargetError
 from draftline.model.target.rope import fix_rope
 from draftline.model.target.target import Target, load_target
@@ -77,7 +77,7 @@ def test_plain_decoding_does_not_depend_on_the_prompts_beside(
     short, other = random_ids(8)[0].tolist(), random_ids(18, seed=2)[0].tolist()
     found = []
     for prompts in ([short], [short, other]):
-        with ChainDecoder(target, None, rows=len(prompts), slots=32) as decoder:
+        with DecodeSession(target, None, rows=len(prompts), slots=32) as decoder:
             found.append(decoder.decode(prompts, 12).tokens[0])
     assert found[0] == found[1]
     # The whole forward, which is that of training, says the same.

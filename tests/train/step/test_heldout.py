@@ -14,7 +14,8 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.data.packing import Pack, PackArrays, build_pack
 from draftline.data.store import Sample
-from draftline.decode.chain import ChainDecoder, DraftModel
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import DecodeSession
 from draftline.model.drafter.anchors import Anchors
 from draftline.model.drafter.losses import LossSpec
 from draftline.model.target.target import Target
@@ -22,6 +23,7 @@ from draftline.runtime.compile.gate import CompileGate
 from draftline.train.step.heldout import HeldOut, HeldOutScore, drafted_positions, walk
 from draftline.train.step.pack_tensors import PackTensors
 from draftline.train.step.step import TrainStep, compile_kernels
+from tests.support.heads import CausalHead
 from tests.support.tiny import (
     CPU,
     build_drafter,
@@ -57,14 +59,14 @@ def measured(heldout: HeldOut) -> HeldOutScore:
     return heldout.measure(contextlib.nullcontext, lambda: None)
 
 
-def decoded_rounds(decoder: ChainDecoder, prompt: list[int]) -> tuple[list[int], list[int]]:
+def decoded_rounds(decoder: DecodeSession, prompt: list[int]) -> tuple[list[int], list[int]]:
     """The new tokens of one prompt, and what each round of decoding it committed."""
     rounds: list[int] = []
     plain = decoder._decode_round
 
-    def watched() -> None:
+    def watched(window: int) -> None:
         before = int(decoder._start[0])
-        plain()
+        plain(window)
         rounds.append(int(decoder._start[0]) - before)
 
     decoder._decode_round = watched  # type: ignore[method-assign]
@@ -75,24 +77,27 @@ def decoded_rounds(decoder: ChainDecoder, prompt: list[int]) -> tuple[list[int],
 
 
 @pytest.mark.parametrize(
-    ("shape", "token_ids"),
+    ("shape", "token_ids", "causal"),
     [
-        ({}, None),
-        ({"block_size": 6, "sliding_layers": 1, "sliding_window": 8}, None),
-        ({"block_size": 8, "num_layers": 3}, None),
+        ({}, None, False),
+        ({"block_size": 6, "sliding_layers": 1, "sliding_window": 8}, None, False),
+        ({"block_size": 8, "num_layers": 3}, None, False),
         # Some of what the target says cannot be drafted at all.
-        ({"block_size": 6}, torch.arange(8, 64, 2)),
+        ({"block_size": 6}, torch.arange(8, 64, 2), False),
+        ({"block_size": 6}, torch.arange(8, 64, 2), True),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_chain_is_greedy_decoding_round_by_round(
-    target: Target, shape: dict[str, Any], token_ids: Tensor | None, seed: int
+    target: Target, shape: dict[str, Any], token_ids: Tensor | None, causal: bool, seed: int
 ) -> None:
     made = build_shape(target, **shape)
-    drafter = build_drafter(made, seed=seed, std=0.1)
+    drafter: Any = build_drafter(made, seed=seed, std=0.1)
+    if causal:
+        drafter.head = CausalHead(made.hidden_size)
     # Half taught, so that rounds of every length occur; ends by a stop token and by the limit.
     drafter = teach(target, drafter, PROMPTS[:3], new=NEW, steps=40)
-    decoder = ChainDecoder(target, DraftModel(drafter, token_ids), rows=1, slots=80)
+    decoder = DecodeSession(target, DraftModel(drafter, token_ids), rows=1, slots=80)
     samples, rounds = [], []
     for index, prompt in enumerate(PROMPTS):
         tokens, committed = decoded_rounds(decoder, prompt)
@@ -122,7 +127,7 @@ def by_hand(step: TrainStep, arrays: PackArrays, pack: PackTensors) -> tuple[flo
     for position in np.flatnonzero(arrays.anchor_mask).tolist():
         at = torch.tensor([position])
         result = step.loss(pack, Anchors(at, pack.start[at].long(), torch.tensor([True])))
-        accepted += int(result.accepted)
+        accepted += int(result.accepted.sum())
         blocks += int(result.blocks)
         share = sum(float(np.exp(-j / 3.0)) for j in range(int(result.slot_total.sum())))
         loss += result.loss.item() * share

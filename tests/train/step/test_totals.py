@@ -15,7 +15,8 @@ CPU = torch.device("cpu")
 
 def result(loss: float, correct: list[int], total: list[int], accepted: int) -> LossResult:
     return LossResult(
-        loss=torch.tensor(loss, requires_grad=True),
+        total=torch.tensor(loss, requires_grad=True),
+        weight=torch.tensor(1.0),
         slot_correct=torch.tensor(correct),
         slot_total=torch.tensor(total),
         accepted=torch.tensor(accepted),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from draftline.decode.chain import ChainDecoder, Decoded, DraftModel
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import Decoded, DecodeSession
 from draftline.errors import DataError, TargetError
 from draftline.model.drafter.backbone import Drafter
+from draftline.model.drafter.heads import ParallelHead
 from draftline.model.target.target import Target
 from tests.support.tiny import (
     build_drafter,
@@ -33,8 +35,8 @@ def target() -> Target:
     return build_target(stop=())
 
 
-def decoder(target: Target, draft: DraftModel | None, **changes: Any) -> ChainDecoder:
-    return ChainDecoder(target, draft, **({"rows": 5, "slots": 100} | changes))
+def decoder(target: Target, draft: DraftModel | None, **changes: Any) -> DecodeSession:
+    return DecodeSession(target, draft, **({"rows": 5, "slots": 100} | changes))
 
 
 def check_counts(decoded: Decoded, block: int) -> None:
@@ -161,6 +163,7 @@ class Oracle(nn.Module):
         self.shape = build_shape(target, block_size=block)
         self.weight = target.head.weight
         self.told = told
+        self.head = ParallelHead()
 
     def context(self, *_: object) -> None:
         pass
@@ -338,7 +341,7 @@ def test_sampled_output_is_distributed_as_the_target(
         ids = torch.tensor([0, 2, 3, 7]) if kind == "sub-vocabulary" else None
         draft = DraftModel(drafter, ids)
     prompt = [4, 1, 6]
-    sampling = ChainDecoder(target, draft, rows=ROWS, slots=10, temperature=temperature, seed=5)
+    sampling = DecodeSession(target, draft, rows=ROWS, slots=10, temperature=temperature, seed=5)
     decoded = sampling.decode([prompt] * ROWS, 3)
     if draft is not None:
         check_counts(decoded, 3)
@@ -367,7 +370,7 @@ def test_truncated_sampling_is_distributed_as_the_truncated_target(
         ids = torch.tensor([0, 2, 3, 7]) if kind == "sub-vocabulary" else None
         draft = DraftModel(build_drafter(shape, seed=3), ids)
     prompt = [4, 1, 6]
-    sampling = ChainDecoder(
+    sampling = DecodeSession(
         target, draft, rows=ROWS, slots=10, temperature=0.9, top_p=top_p, top_k=top_k, seed=5
     )
     tokens = torch.tensor(sampling.decode([prompt] * ROWS, 3).tokens)
@@ -386,12 +389,12 @@ def test_a_seed_for_a_batch_makes_its_noise_its_own(
 ) -> None:
     """Whatever was decoded before, and whoever its neighbours are."""
     target, _ = small
-    reused = ChainDecoder(target, None, rows=3, slots=40, temperature=1.0, seed=1)
+    reused = DecodeSession(target, None, rows=3, slots=40, temperature=1.0, seed=1)
     prompts = [[1, 2], [3], [4, 5, 6]]
     first = reused.decode(prompts, 20, seed=9).tokens
     assert reused.decode(prompts, 20, seed=8).tokens != first
     assert reused.decode(prompts, 20, seed=9).tokens == first
-    fresh = ChainDecoder(target, None, rows=3, slots=40, temperature=1.0, seed=2)
+    fresh = DecodeSession(target, None, rows=3, slots=40, temperature=1.0, seed=2)
     assert fresh.decode([[1, 2], [7, 7]], 20, seed=9).tokens[0] == first[0]
 
 
@@ -411,7 +414,7 @@ def test_sampling_follows_the_seed(small: tuple[Target, LlamaForCausalLM]) -> No
     draft = DraftModel(build_drafter(shape))
 
     def tokens(seed: int) -> list[list[int]]:
-        made = ChainDecoder(target, draft, rows=4, slots=40, temperature=1.0, seed=seed)
+        made = DecodeSession(target, draft, rows=4, slots=40, temperature=1.0, seed=seed)
         return made.decode([[1, 2], [3], [4, 5, 6], [1]], 20).tokens
 
     assert tokens(1) == tokens(1)

@@ -1,4 +1,4 @@
-"""Chain speculative decoding: draft a block, verify it in one target call, commit, repeat.
+"""Speculative decoding: draft a tree of tokens, verify it in one target call, commit a path, repeat.
 
 All rows of a batch decode together, each at its own position, in buffers of fixed size: a round has
 the same shapes whatever was accepted, makes no host decision, and on CUDA is a captured graph, one
@@ -15,16 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftline.decode.verify import (
-    Verdict,
-    accept_greedy,
-    accept_sampled,
-    draw,
-    probabilities,
-)
+from draftline.decode.propose import BlockDraft, DraftModel, NoDraft
+from draftline.decode.verify import Judge, Verdict
 from draftline.errors import DataError
-from draftline.model.drafter.backbone import Drafter
-from draftline.model.drafter.masks import draft_masks
 from draftline.model.kv_cache import StaticKV
 from draftline.model.target.target import Target
 from draftline.runtime.devices import synchronize
@@ -37,23 +30,13 @@ _WINDOW = 128
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
-    """A drafter ready to decode: its module and the tokens it can draft.
-
-    `token_ids [draft_vocab]` maps draft ids to target ids; None drafts the whole vocabulary.
-    """
-
-    drafter: Drafter
-    token_ids: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Decoded:
     """What one batch produced, and its speculative statistics.
 
     `tokens`: new tokens a prompt, the stop token included. `committed_counts[n]`: rounds that
-    committed n tokens (n = 1..block). `slot_accepted[j]`: rounds in which slot j + 1 was accepted.
-    `rounds`: target calls after the prefill, over all rows. `seconds`: decoding without prefill.
+    committed n tokens (n = 1..block). `slot_accepted[j]`: rounds in which a draft j + 1 behind the
+    anchor was accepted. `rounds`: target calls after the prefill, over all rows. `seconds`: decoding
+    without prefill.
     """
 
     tokens: list[list[int]]
@@ -73,7 +56,7 @@ class Decoded:
         return sum(n * count for n, count in enumerate(self.committed_counts))
 
 
-class ChainDecoder:
+class DecodeSession:
     """Decodes batches of at most `rows` prompts, with buffers and graph reused between batches."""
 
     def __init__(
@@ -97,43 +80,46 @@ class ChainDecoder:
         """
         target.check_decodable(slots)
         self.target = target
-        self.draft = draft
         # Whole windows: kernels want aligned rows of keys.
         slots = -(-slots // _WINDOW) * _WINDOW
-        self.rows, self.slots, self.temperature = rows, slots, temperature
-        self._top_p, self._top_k = top_p, top_k
-        trained = draft.drafter.shape.block_size if draft is not None else 1
-        self.block = min(block_size or trained, trained)
-        self.width = max(self.block, width)
+        self.rows, self.slots = rows, slots
         device = target.device
         self.device = device
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._target_cache = StaticKV(rows, slots, device)
-        self._draft_cache = StaticKV(rows, slots, device) if draft else None
-        self._head = target.head
-        if draft is not None and draft.token_ids is not None:
-            self._draft_head = target.head.restricted(draft.token_ids)
-        else:
-            self._draft_head = target.head
+        self._judge = Judge(temperature, top_p, top_k, self._generator)
+        self._draft = self._drafting(draft, block_size)
+        self.block = self._draft.height + 1
+        self.width = max(self._draft.nodes, width)
+        self._cache = StaticKV(rows, slots, device)
         self._stop = torch.tensor(target.stop_ids, device=device, dtype=torch.long)
         self._ahead = torch.arange(self.width, device=device)
         self._offset = self._ahead[: self.block]
         self._slot = torch.arange(slots, device=device)
-        self._row = torch.arange(rows, device=device)[:, None]
+        self._row = torch.arange(rows, device=device)
 
         def buffer(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
         self._tokens = buffer(rows, slots)
-        self._start, self._limit, self._drafted_from = buffer(rows), buffer(rows), buffer(rows)
+        self._start, self._limit = buffer(rows), buffer(rows)
         self._committed, self._slot_hits = buffer(self.block + 1), buffer(max(self.block - 1, 1))
         self._done = torch.ones(rows, dtype=torch.bool, device=device)
-        channels = len(target.taps) * target.hidden_size
-        self._features = torch.zeros(rows, self.block, channels, dtype=target.dtype, device=device)
-        self._window = slots
         self._rounds: dict[int, Replayed] = {}
 
-    def __enter__(self) -> ChainDecoder:
+    def _drafting(self, draft: DraftModel | None, block_size: int | None) -> NoDraft | BlockDraft:
+        if draft is None:
+            return NoDraft(self.device)
+        trained = draft.drafter.shape.block_size
+        return BlockDraft(
+            self.target,
+            draft,
+            rows=self.rows,
+            slots=self.slots,
+            block=min(block_size or trained, trained),
+            choose=self._judge.choose,
+        )
+
+    def __enter__(self) -> DecodeSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,12 +199,9 @@ class ChainDecoder:
 
     def _replayed(self, window: int) -> Replayed:
         if window not in self._rounds:
-
-            def run() -> None:
-                self._window = window
-                self._decode_round()
-
-            self._rounds[window] = Replayed(run, self.device, generators=[self._generator])
+            self._rounds[window] = Replayed(
+                lambda: self._decode_round(window), self.device, generators=[self._generator]
+            )
         return self._rounds[window]
 
     def _prefill(
@@ -232,95 +215,47 @@ class ChainDecoder:
         length = torch.ones(self.rows, dtype=torch.long)
         length[: len(lengths)] = torch.tensor(lengths)
         length = length.to(self.device)
-        self._target_cache.begin_prefill(longest)
+        self._cache.begin_prefill(longest)
         positions = self._slot[:longest].expand(self.rows, longest)
-        hidden, features = self.target.extend(padded, positions, self._target_cache, None)
-        last = hidden[self._row[:, 0], length - 1]
-        first = self._choose(self._head.logits(last))
-        if self.draft is not None and self._draft_cache is not None:
-            self._draft_cache.begin_prefill(longest)
-            self.draft.drafter.context(features, positions, self._draft_extend)
+        hidden, features = self.target.extend(padded, positions, self._cache, None)
+        last = hidden[self._row, length - 1]
+        first, _ = self._judge.choose(self.target.head.logits(last))
+        self._draft.prefill(features, positions, length)
         self._tokens.zero_()
         self._tokens[:, :longest] = padded
-        self._tokens[self._row[:, 0], length] = first
+        self._tokens[self._row, length] = first
         self._start.copy_(length)
-        self._drafted_from.copy_(length)
         self._limit.copy_(length + max_new_tokens)
-        self._features.zero_()
         self._committed.zero_()
         self._slot_hits.zero_()
         present = torch.arange(self.rows, device=self.device) < len(lengths)
         self._done.copy_(~present | torch.isin(first, self._stop) | (max_new_tokens == 1))
         return lengths
 
-    def _draft_extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._draft_cache is not None, "only called with a drafter"
-        return self._draft_cache.update(keys, values, layer)
-
     @torch.no_grad()
-    def _decode_round(self) -> None:
-        positions = self._start[:, None] + self._ahead
+    def _decode_round(self, window: int) -> None:
         anchor = self._tokens.gather(1, self._start[:, None])
-        drafts = anchor[:, :0]
-        draft_probs: Tensor | None = None
-        if self.draft is not None:
-            drafts, draft_probs = self._propose(self.draft, anchor, positions[:, : self.block])
-        spare = anchor.expand(-1, self.width - self.block)  # overwritten before anything sees them
-        block = torch.cat([anchor, drafts, spare], dim=1)
-        self._target_cache.begin(positions, self._window)
-        mask = self._slot[None, None, None, : self._window] <= positions[:, None, :, None]
-        hidden, features = self.target.extend(block, positions, self._target_cache, mask)
-        logits = self._head.logits(hidden)[:, : self.block]
-        verdict = self._verify(drafts, draft_probs, logits)
-        self._commit(verdict, drafts, features[:, : self.block])
+        draft = self._draft.propose(anchor, self._start, window)
+        tree = draft.tree
+        spare = anchor.expand(-1, self.width - tree.nodes)  # overwritten before anything sees them
+        tried = torch.cat([anchor, draft.tokens, spare], dim=1)
+        slots = self._start[:, None] + self._ahead
+        positions = tree.positions(slots)
+        self._cache.begin(slots, window, None if tree.is_chain else positions)
+        mask = tree.visible(slots, self._slot[:window])
+        hidden, features = self.target.extend(tried, positions, self._cache, mask)
+        logits = self.target.head.logits(hidden)[:, : tree.nodes]
+        verdict = self._judge.verify(tree, draft.tokens, draft.probs, logits)
+        path = tree.path(verdict.last)
+        if not tree.is_chain:
+            self._cache.move(slots.gather(1, path), slots[:, : self.block])
+        self._draft.remember(tree.along(path, features[:, : tree.nodes]), self._start)
+        self._commit(verdict, tree.along(path, tried[:, : tree.nodes]))
 
-    def _propose(
-        self, draft: DraftModel, anchor: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        drafter, cache = draft.drafter, self._draft_cache
-        assert cache is not None, "a drafter always has a cache"
-        context_positions = self._drafted_from[:, None] + self._offset
-        cache.begin(context_positions, self._window)
-        drafter.context(self._features, context_positions, self._draft_extend)
-        masked = torch.full_like(anchor, drafter.shape.mask_token_id).expand(-1, self.block - 1)
-        embedded = self.target.embed(torch.cat([anchor, masked], dim=1))
-        cache.begin(positions, self._window)
-        full, sliding = draft_masks(
-            self._start, positions, self._slot[: self._window], drafter.shape.sliding_window
-        )
-        hidden = drafter.draft(embedded, positions, self._draft_extend, full, sliding)
-        logits = self._draft_head.logits(hidden[:, 1:])
-        if self.temperature == 0:
-            return self._target_ids(draft, logits.argmax(-1)), None
-        probs = self._probabilities(logits)
-        chosen = draw(probs, self._generator)
-        if draft.token_ids is not None:
-            whole = probs.new_zeros(*probs.shape[:2], self.target.vocab_size)
-            probs = whole.index_copy_(2, draft.token_ids, probs)
-        return self._target_ids(draft, chosen), probs
-
-    @staticmethod
-    def _target_ids(draft: DraftModel, ids: Tensor) -> Tensor:
-        return ids if draft.token_ids is None else draft.token_ids[ids]
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        return draw(self._probabilities(logits), self._generator)
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        return probabilities(logits, self.temperature, self._top_p, self._top_k)
-
-    def _verify(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
-        if drafts.shape[1] == 0:
-            return Verdict(torch.zeros_like(self._start), self._choose(logits[:, 0]))
-        if draft_probs is None:
-            return accept_greedy(drafts, logits)
-        return accept_sampled(drafts, draft_probs, self._probabilities(logits), self._generator)
-
-    def _commit(self, verdict: Verdict, drafts: Tensor, features: Tensor) -> None:
+    def _commit(self, verdict: Verdict, path: Tensor) -> None:
+        """Of the tokens `path [rows, block]`, the anchor's first, adds what stands, and the bonus."""
         accepted = verdict.accepted[:, None]
-        padded = torch.cat([drafts, drafts.new_zeros(self.rows, 1)], dim=1)
+        padded = torch.cat([path[:, 1:], path.new_zeros(self.rows, 1)], dim=1)
         new = torch.where(self._offset == accepted, verdict.bonus[:, None], padded)
         room = (self._limit - self._start - 1).clamp_min(0)
         count = torch.minimum(verdict.accepted + 1, room)
@@ -336,8 +271,6 @@ class ChainDecoder:
         if self.block > 1:
             hits = (self._offset[:-1] < verdict.accepted[:, None]) & ~self._done[:, None]
             self._slot_hits.add_(hits.sum(0))
-        self._features.copy_(features)
-        self._drafted_from.copy_(self._start)
         self._start.add_(count)
         finished = (first_stop < self.block) & (count > first_stop)
         self._done.logical_or_(finished | (self._start + 1 >= self._limit))
