@@ -107,6 +107,8 @@ class ChainDecoder:
         self.width = max(self.block, width)
         device = target.device
         self.device = device
+        # A graph holds what happens on one device.
+        self._captures = device.type == "cuda" and len(target.devices) == 1
         self._generator = torch.Generator(device).manual_seed(seed)
         self._target_cache = StaticKV(rows, slots, device)
         self._draft_cache = StaticKV(rows, slots, device) if draft else None
@@ -166,7 +168,7 @@ class ChainDecoder:
             )
         looks = _ROUNDS_PER_LOOK if self.device.type == "cuda" else 1
         windows = self._windows(longest, max_new_tokens, looks)
-        if self.device.type == "cuda" and not all(w in self._rounds for w in windows):
+        if self._captures and not all(w in self._rounds for w in windows):
             self._prefill(prompts, longest, max_new_tokens)  # allocates the caches
             for window in windows:  # advances the rows, so the real prefill starts them anew
                 self._replayed(window).warm()

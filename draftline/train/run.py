@@ -9,10 +9,10 @@ import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from draftline.checkpoint.state import RunState
 from draftline.checkpoint.store import Checkpoint
 from draftline.choices import Choices
 from draftline.config.schema import Config
@@ -135,7 +135,7 @@ class Run:
 
     def load(self, checkpoint: Checkpoint | None, accept_changes: bool) -> None:
         """Takes up the state that a checkpoint holds, and machine 0's on the other machines."""
-        state: dict[str, Any] | None = None
+        state: RunState | None = None
         if checkpoint is not None:
             state = checkpoint.state
             check_state(
@@ -154,11 +154,9 @@ class Run:
             state = self.nodes.broadcast_object(state)
             share_state(self.nodes, self.parts.steps)
         if state is not None:
-            self.start = Position(
-                int(state["next_number"]), int(state["epoch"]), int(state["next_pack"])
-            )
-            self.first_step = self.done_steps = int(state["step"])
-            self._spent_before = float(state["seconds"])
+            self.start = Position(state.next_number, state.epoch, state.next_pack)
+            self.first_step = self.done_steps = state.step
+            self._spent_before = state.seconds
 
     def go(self, interrupted: threading.Event) -> Trained:
         """Runs to the last step, or to the next step boundary after `interrupted` is set."""

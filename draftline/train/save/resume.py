@@ -17,12 +17,16 @@ from draftline.train.step.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-# Keys that say where and how often, not what is computed.
+# Keys that say where, how often and what is watched, not what is computed.
 _FREE_KEYS = (
     "run.dir",
     "run.device",
+    "run.strict_choices",
     "topology.",
+    "signal.",
     "evaluate.",
+    "target.capture",
+    "features.dir",
     # Compared as a number of packs, which workers and this key make together.
     "train.packs_per_step",
     "train.log_every",
@@ -58,7 +62,7 @@ def find_checkpoint(
     changes = {
         key: pair
         for key, pair in changed_keys(
-            checkpoint.state["config"], config.model_dump(mode="json")
+            checkpoint.state.config.model_dump(mode="json"), config.model_dump(mode="json")
         ).items()
         if not key.startswith(_FREE_KEYS)
     }
@@ -73,10 +77,8 @@ def find_checkpoint(
 
 def kept_date(config: Config, checkpoint: Checkpoint) -> Config:
     """`config` with the day that the checkpoint's prompts were written on, unless it names one."""
-    kept = checkpoint.state["config"].get("data", {}).get("date")
-    if kept is None or config.data.date is not None:
-        return config
-    return dated(config, datetime.date.fromisoformat(kept))
+    kept = checkpoint.state.config.data.date
+    return config if kept is None or config.data.date is not None else dated(config, kept)
 
 
 def dated(config: Config, date: datetime.date | None) -> Config:
@@ -86,10 +88,9 @@ def dated(config: Config, date: datetime.date | None) -> Config:
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     """Whether the run of `checkpoint` has done all steps or epochs that `config` asks for."""
-    state, train = checkpoint.state, config.train
-    asked = {"steps": train.steps, "epochs": train.epochs}
-    same = all(state["config"]["train"][key] == value for key, value in asked.items())
-    return same and checkpoint.step >= int(state["total_steps"])
+    done, asked = checkpoint.state.config.train, config.train
+    same = (done.steps, done.epochs) == (asked.steps, asked.epochs)
+    return same and checkpoint.step >= checkpoint.state.total_steps
 
 
 def check_state(
@@ -97,15 +98,15 @@ def check_state(
 ) -> None:
     """Raises ResumeError when a run with these features and packs a step cannot go on from it."""
     state = checkpoint.state
-    if state["features"] != features:
+    if state.features != features:
         raise ResumeError(
             f"{checkpoint.path} was trained on other data, another target, other taps or another "
             "data.date (files behind the same names may have changed); start a new run"
         )
-    if state["packs_per_step"] != packs_per_step and not accept_changes:
+    if state.packs_per_step != packs_per_step and not accept_changes:
         raise ResumeError(
-            f"{checkpoint.path} was trained with {state['packs_per_step']} packs a step, these "
-            f"workers take {packs_per_step}; set train.packs_per_step={state['packs_per_step']}, or "
+            f"{checkpoint.path} was trained with {state.packs_per_step} packs a step, these "
+            f"workers take {packs_per_step}; set train.packs_per_step={state.packs_per_step}, or "
             "continue all the same with --accept-changes"
         )
 
@@ -118,7 +119,7 @@ def check_weights(checkpoint: Checkpoint, drafter: Drafter) -> None:
     had = {name: tuple(t.shape) for name, t in saved.items() if name not in beside}
     if had == {name: tuple(t.shape) for name, t in drafter.named_parameters()}:
         return
-    changed = changed_keys(checkpoint.state["shape"], drafter.shape.to_dict())
+    changed = changed_keys(checkpoint.state.shape.to_dict(), drafter.shape.to_dict())
     listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
     raise ResumeError(
         f"{checkpoint.path} has a drafter whose weights do not fit this one ({listed}); restore its "
