@@ -143,6 +143,19 @@ def test_every_command_takes_a_drafter_from_wherever_it_lies(
     assert "add target.path=PATH" in err
 
 
+def test_the_demo_goes_the_way_of_the_commands(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftline.cli.demo.demo_config", lambda: config)
+    code, said, err = run("demo", "--out", tmp_path / "demo")
+    assert code == 0, err
+    assert "2 of 2 prompts" in said
+    assert "serve with vLLM" in err
+    assert run("export", tmp_path / "run", tmp_path / "again")[0] == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("demo", "again"))
+    assert {k: t.tolist() for k, t in one.items()} == {k: t.tolist() for k, t in two.items()}
+
+
 def test_rejected_rows_are_counted_and_listed(run: Run, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     file.write_text(

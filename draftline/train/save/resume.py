@@ -26,6 +26,7 @@ _FREE_KEYS = (
     "signal.",
     "evaluate.",
     "target.capture",
+    "features.source",
     "features.dir",
     # Compared as a number of packs, which workers and this key make together.
     "train.packs_per_step",

@@ -100,7 +100,12 @@ def test_what_a_stop_by_the_signal_advises(config: Callable[..., Config], tmp_pa
     assert advised == ["signal.on_volatile=warn"]
     assert "with --resume where" in str(watch.stopped)
     others = ("signal.hz=2", "signal.notify=[cat]", "signal.launch_steps=5")
-    for more in (advised, others, ("run.strict_choices=true",), ("target.capture=never",)):
+    for more in (
+        advised,
+        others,
+        ("run.strict_choices=true",),
+        ("features.source=memory", "target.capture=never"),
+    ):
         assert train(config("train.steps=4", *more), resume=True).checkpoint == first.checkpoint
 
 
