@@ -147,6 +147,10 @@ def test_what_others_leave_out_of_the_layout_has_its_default(
     opened = restore(out, ["target.path=somewhere"])
     assert opened.shape == drafter.shape
     opened.check_target(target)
+    said["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4}
+    (out / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match="rotation is of the kind yarn"):
+        restore(out, ["target.path=somewhere"])
 
 
 def test_a_folded_embedding_scale_is_unfolded(tmp_path: Path, drafter: Drafter) -> None:

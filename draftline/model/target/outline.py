@@ -13,6 +13,7 @@ from draftline.config.sections import TargetSection
 from draftline.model.head import Head
 from draftline.model.target.architecture import empty_model, keep_language_model
 from draftline.model.target.checkpoint_files import StoredTensor
+from draftline.model.target.facts import find_stored
 from draftline.model.target.loading import load_shapes, open_config
 from draftline.model.target.probe import find_ends, probe
 from draftline.model.target.reading import named, silent
@@ -118,15 +119,12 @@ def _values(shape: tuple[int, ...]) -> Tensor:
 
 
 def _stored(model: Any, weight: Tensor, stored: Mapping[str, StoredTensor]) -> Tensor | None:
-    """The tensor of `weight [vocab, hidden]` as it lies in the checkpoint; None where it is no plain one.
-    A checkpoint's prefix may differ from the model's, the last names do not."""
+    """`weight [vocab, hidden]` as it lies in the checkpoint; None where it is no plain tensor there."""
     from safetensors import safe_open
 
-    name = next(name for name, parameter in model.named_parameters() if parameter is weight)
-    ending = ".".join(name.rsplit(".", 2)[-2:])
-    for key, tensor in stored.items():
-        if key.endswith(ending) and tensor.shape == tuple(weight.shape) and tensor.dtype in _PLAIN:
-            with safe_open(tensor.file, "pt") as file:
-                found: Tensor = file.get_tensor(key)
-            return found
-    return None
+    key, tensor = find_stored(model, weight, stored)
+    if tensor is None or tensor.dtype not in _PLAIN:
+        return None
+    with safe_open(tensor.file, "pt") as file:
+        found: Tensor = file.get_tensor(key)
+    return found
