@@ -28,6 +28,7 @@ from draftline.decode.evaluate import (
     score_table,
 )
 from draftline.errors import DataError
+from draftline.model.kv_cache import StaticKV
 from draftline.model.target.target import Target, load_target
 from tests.support.tiny import (
     TinyTokenizer,
@@ -177,14 +178,17 @@ def test_a_target_that_spans_devices_is_evaluated_as_one_that_does_not(
     scores = []
     for devices in (torch.device("cpu"), [torch.device("cpu", 0), torch.device("cpu", 1)]):
         target = load_target(str(target_dir("llama")), device=devices, taps=(1, 2))
-        # Wherever the last layer is, the states are brought to the target's own device.
-        hook = getattr(target._decoder.norm, "_hf_hook", None)
-        assert (hook is not None) == (len(target.devices) == 2)
         drafter = build_drafter(build_shape(target))
         (score,) = evaluate_drafter(target, drafter, None, section, template={}, seed=0)
         scores.append(replace(score, tokens_per_s=0.0, plain_tokens_per_s=0.0))
     assert scores[0] == scores[1]
     assert scores[0].identical == scores[0].compared == 1
+    # Wherever the last layer is, states are brought to the target's own device.
+    target._tapped.device = torch.device("meta")
+    cache = StaticKV(1, 8, torch.device("cpu"))
+    cache.begin_prefill(3)
+    hidden, features = target.extend(torch.ones(1, 3).long(), torch.arange(3)[None], cache, None)
+    assert hidden.device.type == features.device.type == "meta"
 
 
 def test_the_table_shows_the_numbers(target: Target, draft: DraftModel) -> None:
