@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftline.checkpoint.zlab import load_zlab
 from draftline.decode.evaluate import read_prompts
 from draftline.decode.propose import DraftModel
-from draftline.export.zlab import export_zlab, load_zlab
+from draftline.export.zlab import export_zlab
 from draftline.model.drafter.backbone import Drafter
 from draftline.model.target.source import BUILTIN_TARGET, resolve_target
 from draftline.model.target.target import Target, load_target

@@ -82,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": _PARTS | _SIGNAL | _TRAIN,
     "bench": _PARTS | _TRAIN,
     "decode": _PARTS - {"checkpoint"},
-    "export": (_PARTS - {"data", "runtime", "checkpoint"}) | {""},
+    "export": (_PARTS - {"data", "runtime"}) | {""},
     "cli": _PARTS
     | _SIGNAL
     | _TRAIN

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftline.checkpoint.state import RunState
 from draftline.errors import CheckpointError, ConfigError
 from draftline.files import open_to_others, sync
 
@@ -39,12 +40,15 @@ _NAME = re.compile(r"step-(\d{8})")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`tensors`: file stem -> named tensors on the CPU; `state`: everything else, JSON-clean."""
+    """`tensors`: file stem -> named tensors on the CPU; `state`: everything else."""
 
     path: Path
-    step: int
-    state: dict[str, Any]
+    state: RunState
     tensors: dict[str, dict[str, Tensor]]
+
+    @property
+    def step(self) -> int:
+        return self.state.step
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -60,9 +64,8 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 def save_checkpoint(
     directory: Path,
-    step: int,
+    state: RunState,
     tensors: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, Any],
     keep: int,
 ) -> Path:
     """Writes `directory/step-...` atomically, then removes the oldest beyond `keep`.
@@ -70,7 +73,7 @@ def save_checkpoint(
     Nobody else may write into `directory` meanwhile: what an earlier process left there half written is
     removed. Raises CheckpointError, with the older checkpoints untouched, when it cannot be written.
     """
-    path = directory / f"step-{step:08d}"
+    path = directory / f"step-{state.step:08d}"
     scratch, aside = (directory / f".{path.name}{end}.tmp" for end in ("", ".old"))
     try:
         for left in directory.glob(".step-*.tmp"):
@@ -82,7 +85,7 @@ def save_checkpoint(
             save_file({k: v.contiguous() for k, v in group.items()}, file)
             sync(file)
             digests[file.name] = _digest(file)
-        text = json.dumps({"format": _FORMAT, **state, "step": step, "sha256": digests}, indent=1)
+        text = json.dumps({"format": _FORMAT, **state.to_json(), "sha256": digests}, indent=1)
         (scratch / "state.json").write_text(text, encoding="utf-8")
         _seal(scratch).write_text(_seal_text(text.encode()), encoding="ascii")
         open_to_others(scratch)
@@ -105,20 +108,24 @@ def save_checkpoint(
     return path
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, every file compared with its hash.
+def load_checkpoint(path: Path, only: Collection[str] | None = None) -> Checkpoint:
+    """The checkpoint at `path`, every file that is read compared with its hash.
 
-    Raises CheckpointError for a damaged one and one of another format, ConfigError for one that this
+    `only`: the stems of the files that are wanted, None for all; the others are not opened. Raises
+    CheckpointError for a damaged one and one of another format or version, ConfigError for one that this
     user may not read.
     """
     try:
-        state = _checked_state(path)
+        tree = _checked_state(path)
         tensors = {}
-        for name, digest in state["sha256"].items():
+        for name, digest in tree["sha256"].items():
+            stem = name.removesuffix(".safetensors")
+            if only is not None and stem not in only:
+                continue
             if _digest(path / name) != digest:
                 raise ValueError(f"{name} does not have the hash it was written with")
-            tensors[name.removesuffix(".safetensors")] = load_file(path / name)
-        return Checkpoint(path, int(state["step"]), state, tensors)
+            tensors[stem] = load_file(path / name)
+        return Checkpoint(path, RunState.from_json(tree), tensors)
     except PermissionError as error:
         raise _not_ours(path, error) from None
     except (*_BROKEN, SafetensorError) as error:
@@ -188,26 +195,20 @@ class CheckpointWriter:
         self.last: Path | None = None
 
     def save(
-        self,
-        step: int,
-        groups: Callable[[], Mapping[str, Mapping[str, Tensor]]],
-        state: Mapping[str, Any],
+        self, state: RunState, groups: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     ) -> None:
         """Writes what `groups()` gives, called on the writer's thread; one write at a time."""
         self.wait()
         self._thread = threading.Thread(
-            target=self._write, args=(step, groups, dict(state)), name="checkpoint-writer"
+            target=self._write, args=(state, groups), name="checkpoint-writer"
         )
         self._thread.start()
 
     def _write(
-        self,
-        step: int,
-        groups: Callable[[], Mapping[str, Mapping[str, Tensor]]],
-        state: dict[str, Any],
+        self, state: RunState, groups: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     ) -> None:
         try:
-            self.last = save_checkpoint(self.directory, step, groups(), state, self._keep)
+            self.last = save_checkpoint(self.directory, state, groups(), self._keep)
             self.failure = None
         except CheckpointError as error:
             self.failure = error

@@ -15,10 +15,9 @@ from draftline.choices import Choices
 from draftline.config.load import load_config
 from draftline.config.schema import Config
 from draftline.data.builtin import demo_config
-from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts
-from draftline.decode.propose import DraftModel
-from draftline.export.serving import serving
-from draftline.export.zlab import check_export, export_zlab
+from draftline.decode.evaluate import PlainOutputs, Score, evaluate_drafter
+from draftline.export.serving import export_drafter
+from draftline.export.zlab import check_export
 from draftline.model.drafter.backbone import Drafter
 from draftline.model.target.target import Target
 from draftline.train.loop import train
@@ -51,10 +50,7 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
     drafter = restored.drafter(target.device, target.dtype)
     log.info("evaluating the trained drafter")
     after = _evaluate(config, inputs, target, drafter, plain)
-    exported = export_zlab(
-        drafter, target, target.taps, inputs.token_ids, out, overwrite=True, choices=choices
-    )
-    for line in serving(exported, target, config.target):
+    for line in export_drafter(restored, target, out, overwrite=True, choices=choices):
         log.info("%s", line)
     table = Table(title="draftline demo", show_header=False)
     rows = [
@@ -68,7 +64,7 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
         ("training", f"{trained.step} steps in {trained.seconds:.0f} s"),
         ("whole demo", f"{time.perf_counter() - began:.0f} s"),
         ("checkpoint", str(trained.checkpoint)),
-        ("export", str(exported)),
+        ("export", str(out)),
     ]
     if trained.heldout is not None:
         uniform, chain = trained.heldout.accept_length_heldout, trained.heldout.accept_length_chain
@@ -81,23 +77,14 @@ def run_demo(overrides: Sequence[str], out: Path) -> Table:
 def _evaluate(
     config: Config, inputs: Inputs, target: Target, drafter: Drafter, plain: PlainOutputs
 ) -> Score:
-    section = config.evaluate
-    prompts = read_prompts(
-        section.prompts,
+    return evaluate_drafter(
         target,
-        limit=section.limit,
+        drafter,
+        inputs.token_ids,
+        config.evaluate,
         template=template_arguments(config, inputs.date),
-    )
-    return evaluate(
-        target,
-        DraftModel(
-            drafter, None if inputs.token_ids is None else inputs.token_ids.to(target.device)
-        ),
-        prompts,
-        temperatures=[0.0],
-        max_new_tokens=section.max_new_tokens,
-        batch_size=section.batch_size,
         seed=config.run.seed,
+        temperatures=[0.0],
         plain=plain,
     )[0]
 

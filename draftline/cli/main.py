@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from draftline import __version__
 from draftline.cli.bench import bench_app
 from draftline.cli.export import export_command
-from draftline.cli.options import ConfigFile, Overrides, RunOrCheckpoint, expand
+from draftline.cli.options import ConfigFile, Overrides, TrainedDrafter, expand
 from draftline.cli.plan import plan_command
 from draftline.cli.regenerate import regenerate_command
 from draftline.cli.signal import (
@@ -177,7 +177,7 @@ def train(
 
 @app.command("eval")
 def evaluate_command(
-    run: RunOrCheckpoint,
+    drafter: TrainedDrafter,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="JSON with every number.", callback=expand)
@@ -185,8 +185,9 @@ def evaluate_command(
 ) -> None:
     """Decode prompts with a trained drafter and without, and compare.
 
-    RUN stands for its newest whole checkpoint. Overrides may change evaluate.*, run.*, target.path,
-    target.dtype, data.template and data.date; the rest is fixed by the training.
+    DRAFTER is a run (its newest checkpoint), a checkpoint, or an exported directory, draftline's or
+    another's, which needs target.path=PATH. Overrides may change evaluate.*, run.*, topology.targets,
+    target.path, target.dtype, data.template and data.date; the rest is fixed by the training.
     """
     import json
 
@@ -195,49 +196,38 @@ def evaluate_command(
     with doing("loading PyTorch"):
         from draftline.checkpoint.restore import restore
         from draftline.choices import Choices
-        from draftline.decode.evaluate import (
-            PlainOutputs,
-            evaluate,
-            read_prompts,
-            score_details,
-            score_table,
-        )
-        from draftline.decode.propose import DraftModel
+        from draftline.decode.evaluate import evaluate_drafter, score_details, score_table
         from draftline.runlog import provenance, write_atomic
-        from draftline.train.plan.inputs import open_target, settle_date, template_arguments
+        from draftline.train.plan.inputs import (
+            evaluation_devices,
+            open_target,
+            settle_date,
+            template_arguments,
+        )
 
     if out is not None:
         _check_out(out)
-    restored = restore(run, overrides)
+    restored = restore(drafter, overrides or [])
     config = restored.config
     choices = Choices(strict=config.run.strict_choices)
-    target = open_target(config, choices)
+    target = open_target(config, choices, evaluation_devices(config, choices))
     if another := restored.check_target(target):
         print(f"warning: {another}", file=sys.stderr)
-    token_ids = restored.token_ids
-    draft = DraftModel(
-        restored.drafter(target.device, target.dtype),
-        None if token_ids is None else token_ids.to(target.device),
-    )
-    section = config.evaluate
-    template = template_arguments(config, settle_date(config, target.tokenizer, choices))
-    scores = evaluate(
+    scores = evaluate_drafter(
         target,
-        draft,
-        read_prompts(section.prompts, target, limit=section.limit, template=template),
-        temperatures=section.temperatures,
-        max_new_tokens=section.max_new_tokens,
-        batch_size=section.batch_size,
+        restored.drafter(target.device, target.dtype),
+        restored.token_ids,
+        config.evaluate,
+        template=template_arguments(config, settle_date(config, target.tokenizer, choices)),
         seed=config.run.seed,
-        plain=PlainOutputs() if section.plain else None,
     )
-    _print_table(score_table(scores, f"{restored.checkpoint.path}"))
+    _print_table(score_table(scores, f"{restored.path}"))
     for score in scores:
         print(score_details(score))
     if out is not None:
         facts = {
-            "checkpoint": str(restored.checkpoint.path),
-            "step": restored.checkpoint.step,
+            "checkpoint": str(restored.path),
+            "step": restored.step,
             "another_target": another or None,
             "config": config.model_dump(mode="json"),
             "provenance": provenance(),

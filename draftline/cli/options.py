@@ -19,8 +19,13 @@ def expand(value: Any) -> Any:
 ConfigFile = Annotated[
     Path, typer.Argument(help="YAML configuration.", metavar="CONFIG", callback=expand)
 ]
-RunOrCheckpoint = Annotated[
-    Path, typer.Argument(help="Run directory or checkpoint.", metavar="RUN", callback=expand)
+TrainedDrafter = Annotated[
+    Path,
+    typer.Argument(
+        help="Run directory, checkpoint, or exported drafter (the z-lab layout).",
+        metavar="DRAFTER",
+        callback=expand,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Dotted overrides, such as train.steps=200.")

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
+from draftline.config.training import EvaluateSection
 from draftline.data.builtin import resolve_data
 from draftline.data.chat import REFUSALS, served_prompt
 from draftline.data.conversations import read_conversations
@@ -21,6 +23,7 @@ from draftline.decode.differences import Difference, first_differences
 from draftline.decode.propose import DraftModel
 from draftline.decode.session import Decoded, DecodeSession
 from draftline.errors import DataError
+from draftline.model.drafter.backbone import Drafter
 from draftline.model.target.target import Target
 from draftline.progress import doing
 
@@ -196,6 +199,35 @@ def evaluate(
                     score = replace(score, differences=tuple(found), reference_width=wide)
                 scores.append(score)
     return scores
+
+
+def evaluate_drafter(
+    target: Target,
+    drafter: Drafter,
+    token_ids: Tensor | None,
+    section: EvaluateSection,
+    *,
+    template: Mapping[str, Any],
+    seed: int,
+    temperatures: Sequence[float] | None = None,
+    plain: PlainOutputs | None = None,
+) -> list[Score]:
+    """`evaluate` as `section` asks for it, of a drafter of `token_ids` (None: the whole vocabulary).
+
+    The chat template is called with `template`. `temperatures` instead of the section's, and `plain`
+    outputs that are known from another drafter, where they are given.
+    """
+    prompts = read_prompts(section.prompts, target, limit=section.limit, template=template)
+    return evaluate(
+        target,
+        DraftModel(drafter, None if token_ids is None else token_ids.to(target.device)),
+        prompts,
+        temperatures=section.temperatures if temperatures is None else temperatures,
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
+        seed=seed,
+        plain=(plain or PlainOutputs()) if section.plain else None,
+    )
 
 
 def _shared_width(target: Target, rows: int, block: int) -> int:

@@ -85,6 +85,8 @@ class DecodeSession:
         self.rows, self.slots = rows, slots
         device = target.device
         self.device = device
+        # A graph holds what happens on one device.
+        self._captures = device.type == "cuda" and len(target.devices) == 1
         self._generator = torch.Generator(device).manual_seed(seed)
         self._judge = Judge(temperature, top_p, top_k, self._generator)
         self._draft = self._drafting(draft, block_size)
@@ -152,7 +154,7 @@ class DecodeSession:
             )
         looks = _ROUNDS_PER_LOOK if self.device.type == "cuda" else 1
         windows = self._windows(longest, max_new_tokens, looks)
-        if self.device.type == "cuda" and not all(w in self._rounds for w in windows):
+        if self._captures and not all(w in self._rounds for w in windows):
             self._prefill(prompts, longest, max_new_tokens)  # allocates the caches
             for window in windows:  # advances the rows, so the real prefill starts them anew
                 self._replayed(window).warm()

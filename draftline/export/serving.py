@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from draftline.checkpoint.restore import Restored
+from draftline.choices import Choices
 from draftline.config.sections import TargetSection
 from draftline.export.engines import SGLANG, VLLM, obstacle
+from draftline.export.zlab import DraftedFor, export_zlab
 from draftline.model.target.source import resolve_target
-from draftline.model.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,36 @@ class Served:
     remote_code: bool = False
 
 
-def serving(out: Path, target: Target, section: TargetSection) -> list[str]:
+def export_drafter(
+    restored: Restored,
+    target: DraftedFor,
+    out: Path,
+    *,
+    dtype: str = "bfloat16",
+    engine: str = "auto",
+    overwrite: bool = False,
+    choices: Choices,
+) -> list[str]:
+    """Writes `restored` to the directory `out` and returns `serve_lines` of it.
+
+    Raises TargetError where it was trained for another target than `target`, and as `export_zlab`.
+    """
+    restored.check_target(target)
+    export_zlab(
+        restored.drafter(torch.device("cpu"), torch.float32),
+        target,
+        restored.taps,
+        restored.token_ids,
+        out,
+        dtype=dtype,
+        engine=engine,
+        overwrite=overwrite,
+        choices=choices,
+    )
+    return serving(out, target, restored.config.target)
+
+
+def serving(out: Path, target: DraftedFor, section: TargetSection) -> list[str]:
     """`serve_lines` of the export at `out`, made for `target`, which `section` names."""
     kinds = set(getattr(target.text_config, "layer_types", None) or ())
     served = Served(

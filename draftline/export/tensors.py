@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftline.checkpoint.zlab import fold_embedding_scale
 from draftline.errors import ParityError
 from draftline.model.drafter.backbone import Drafter
 
-# Dividing the outputs of attention and MLP by the embedding scale divides the residual stream; the
-# others feed norms alone, and are divided so that these see the same ratio to their smaller eps.
-_SCALED = ("fc.weight", "q_proj.weight", "k_proj.weight", "o_proj.weight", "down_proj.weight")
 # More than float16 or bfloat16 ever lose in a tensor of normal numbers (2 ** -9 at the most).
 _WORST_ROUNDING = 2**-7
 
@@ -54,15 +52,3 @@ def export_tensors(
         ids = token_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
     return tensors
-
-
-def fold_embedding_scale(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The drafter's tensors for a reader that gives it bare embedding rows, where it was trained on
-    rows times `scale`.
-
-    The residual stream is then the trained one divided by `scale`. With eps divided by `scale ** 2`
-    every norm puts out what it did: final states are equal up to rounding, at any scale.
-    """
-    return {
-        name: value / scale if name.endswith(_SCALED) else value for name, value in tensors.items()
-    }

@@ -8,29 +8,46 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from draftline.checkpoint.restore import Shaped
+from draftline.checkpoint.zlab import load_zlab
 from draftline.choices import Choices
 from draftline.errors import ConfigError, ParityError
 from draftline.export.directory import check_replaceable, metadata, replacing
 from draftline.export.engines import choose_folding
 from draftline.export.tensors import export_tensors
 from draftline.model.drafter.backbone import Drafter, DrafterShape
-from draftline.model.target.target import Target
+from draftline.model.head import Head
 from draftline.runlog import write_atomic
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _POSITIONS = 40960
 
 
+class DraftedFor(Shaped, Protocol):
+    """What of a target an export says: a loaded one has it, and so has its outline. Rows of the head are
+    needed only where the drafter has a vocabulary of its own."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def text_config(self) -> Any: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def embed_scale(self) -> float: ...
+    @property
+    def head(self) -> Head: ...
+
+
 def build_config(
     shape: DrafterShape,
-    target: Target,
+    target: DraftedFor,
     taps: tuple[int, ...],
     dtype: str,
     draft_vocab: int | None,
@@ -112,7 +129,7 @@ def check_export(out: Path, dtype: str, overwrite: bool) -> None:
 
 def export_zlab(
     drafter: Drafter,
-    target: Target,
+    target: DraftedFor,
     taps: tuple[int, ...],
     token_ids: Tensor | None,
     out: Path,
@@ -153,62 +170,6 @@ def export_zlab(
     return out
 
 
-def load_zlab(path: Path) -> tuple[Drafter, tuple[int, ...], Tensor | None]:
-    """Drafter (float32), taps and draft-vocabulary ids of an exported directory.
-
-    Every tensor must be there with its shape, and no other. A drafter with a folded embedding scale
-    takes bare embedding rows. Raises ConfigError or ParityError.
-    """
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(path / "model.safetensors")
-        dflash = config["dflash_config"]
-        shape = DrafterShape(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            num_taps=len(dflash["target_layer_ids"]),
-            block_size=dflash.get("block_size", config.get("block_size")),
-            mask_token_id=dflash["mask_token_id"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=config["rope_theta"],
-            sliding_layers=config["layer_types"].count("sliding_attention"),
-            sliding_window=config.get("sliding_window"),
-        )
-        if config["layer_types"] != shape.layer_types:
-            raise ValueError(
-                f"layer_types={config['layer_types']} do not begin with the sliding ones"
-            )
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
-        raise ConfigError(f"{path} is not a drafter in the z-lab layout: {error}") from None
-    offsets, head = tensors.pop("d2t", None), tensors.pop("lm_head.weight", None)
-    drafter = Drafter(shape)
-    _check_draft_head(path, config, offsets, head)
-    try:
-        drafter.load_state_dict({k: v.float() for k, v in tensors.items()}, strict=True)
-    except RuntimeError as error:
-        raise ParityError(f"{path}: {error}") from None
-    token_ids = None if offsets is None else offsets + torch.arange(len(offsets))
-    return drafter.requires_grad_(False), tuple(dflash["target_layer_ids"]), token_ids
-
-
-def _check_draft_head(
-    path: Path, config: dict[str, Any], offsets: Tensor | None, head: Tensor | None
-) -> None:
-    size = config.get("draft_vocab_size")
-    needed = None if size is None else ((size,), (size, config["hidden_size"]))
-    seen = tuple(None if t is None else tuple(t.shape) for t in (offsets, head))
-    if seen != (needed or (None, None)):
-        raise ParityError(
-            f"{path}: d2t and lm_head.weight have the shapes {seen[0]} and {seen[1]}, and "
-            f"draft_vocab_size={size} needs {needed or 'neither'}; export the drafter again (an "
-            "earlier draftline wrote no lm_head.weight, without which vLLM drafts with wrong rows)"
-        )
-
-
 def _positions(text: Any, choices: Choices) -> int:
     """The drafter itself has no limit; vLLM makes its rotation table this long."""
     own = getattr(text, "max_position_embeddings", None)
@@ -224,7 +185,7 @@ def _positions(text: Any, choices: Choices) -> int:
     return _POSITIONS
 
 
-def _vocab_size(target: Target, choices: Choices) -> int:
+def _vocab_size(target: DraftedFor, choices: Choices) -> int:
     """What the target's config.json says: servers compare the two and stop."""
     named = int(getattr(target.text_config, "vocab_size", target.vocab_size))
     if named != target.vocab_size:

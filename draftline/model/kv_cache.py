@@ -79,7 +79,9 @@ class StaticKV:
             if self._written is None:
                 buffer[:, :, : self._visible] = new
             else:
-                buffer.transpose(1, 2)[self._row_index, self._written] = new.transpose(1, 2)
+                # Layers of a target that spans devices keep their part on their own.
+                place = self._row_index.to(buffer.device), self._written.to(buffer.device)
+                buffer.transpose(1, 2)[place] = new.transpose(1, 2)
         return (
             self._keys[layer_idx][:, :, : self._visible],
             self._values[layer_idx][:, :, : self._visible],

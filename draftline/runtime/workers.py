@@ -217,7 +217,8 @@ def out_of_memory(where: str, error: torch.OutOfMemoryError) -> RunError:
     """What a run says when a device is full."""
     return RunError(
         f"{where}: out of memory: {_first_line(error)} Lower max_anchors, token_budget, "
-        "loss.chunk_rows or topology.slots, then continue with --resume where a checkpoint was written"
+        "loss.chunk_rows or topology.slots, then continue with --resume --accept-changes where a "
+        "checkpoint was written"
     )
 
 

@@ -134,7 +134,7 @@ def _train(
             step=checkpoint.step,
             total=checkpoint.step,
             interrupted=False,
-            seconds=float(checkpoint.state["seconds"]),
+            seconds=checkpoint.state.seconds,
         )
     if checkpoint is not None:
         config = kept_date(config, checkpoint)

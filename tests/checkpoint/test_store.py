@@ -28,6 +28,7 @@ from draftline.checkpoint.store import (
     save_checkpoint,
 )
 from draftline.errors import CheckpointError
+from tests.support.states import run_state
 
 FILES = ["drafter.safetensors", "optimizer.safetensors", "state.json", "state.json.sha256"]
 
@@ -44,7 +45,7 @@ def tensors(value: float) -> dict[str, dict[str, Tensor]]:
 
 
 def save(directory: Path, step: int, keep: int = 2) -> Path:
-    return save_checkpoint(directory, step, tensors(step), {"epoch": 1, "config": {"a": 2}}, keep)
+    return save_checkpoint(directory, run_state(step), tensors(step), keep)
 
 
 def names(directory: Path) -> list[str]:
@@ -57,8 +58,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert names(path) == FILES
     loaded = load_checkpoint(path)
     assert (loaded.path, loaded.step) == (path, 7)
-    assert loaded.state["epoch"] == 1
-    assert loaded.state["config"] == {"a": 2}
+    assert loaded.state == run_state(7)
     for stem, group in tensors(7).items():
         assert loaded.tensors[stem].keys() == group.keys()
         for name, wanted in group.items():
@@ -76,7 +76,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    save_checkpoint(tmp_path, 5, tensors(6), {}, 2)
+    save_checkpoint(tmp_path, run_state(5), tensors(6), 2)
     assert float(latest_checkpoint(tmp_path).tensors["drafter"]["norm"][0]) == 6
 
 
@@ -303,12 +303,12 @@ def test_a_full_disk_leaves_the_older_ones(
             raise OSError(28, "No space left on device")
 
     for step in (1, 2):
-        writer.save(step, partial(tensors, step), {})
+        writer.save(run_state(step), partial(tensors, step))
     writer.wait()
     assert writer.failure is None
     monkeypatch.setattr(module, "save_file", full)
     with caplog.at_level(logging.WARNING):
-        writer.save(3, partial(tensors, 3), {})
+        writer.save(run_state(3), partial(tensors, 3))
         writer.wait()
     assert isinstance(writer.failure, CheckpointError)
     assert "No space left" in caplog.text
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_the_older_ones(
     assert latest_checkpoint(tmp_path).step == 2
     assert writer.last == tmp_path / "step-00000002"
     monkeypatch.setattr(module, "save_file", plain)
-    writer.save(4, partial(tensors, 4), {})
+    writer.save(run_state(4), partial(tensors, 4))
     writer.wait()
     assert writer.failure is None
     assert latest_checkpoint(tmp_path).step == 4
@@ -334,16 +334,14 @@ def test_the_writer_waits_for_the_tensors_and_writes_behind_training(tmp_path: P
         return tensors(1)
 
     writer = CheckpointWriter(tmp_path, keep=2)
-    state = {"epoch": 0}
-    writer.save(1, groups, state)
-    state["epoch"] = 5  # the next step trains on
+    writer.save(run_state(1, epoch=0), groups)
     assert checkpoint_paths(tmp_path) == []
     go.set()
     writer.wait()
     assert threads == ["checkpoint-writer"]
     loaded = latest_checkpoint(tmp_path)
     assert loaded.tensors["drafter"]["norm"].tolist() == [1, 1]
-    assert loaded.state["epoch"] == 0
+    assert loaded.state.epoch == 0
 
 
 def test_checkpoints_are_written_one_after_the_other(tmp_path: Path) -> None:
@@ -356,7 +354,7 @@ def test_checkpoints_are_written_one_after_the_other(tmp_path: Path) -> None:
         return tensors(step)
 
     for step in (1, 2):
-        writer.save(step, partial(groups, step), {})
+        writer.save(run_state(step), partial(groups, step))
     writer.wait()
     assert there == [[], ["step-00000001"]]
 
@@ -366,19 +364,19 @@ def test_tensors_that_cannot_be_had_are_an_error_of_the_next_call(tmp_path: Path
         raise ValueError("the device is gone")
 
     writer = CheckpointWriter(tmp_path, keep=2)
-    writer.save(1, lost, {})
+    writer.save(run_state(1), lost)
     with pytest.raises(ValueError, match="the device is gone"):
-        writer.save(2, partial(tensors, 2), {})
+        writer.save(run_state(2), partial(tensors, 2))
     assert checkpoint_paths(tmp_path) == []
 
 
 def test_an_unexpected_failure_of_the_thread_is_not_lost(tmp_path: Path) -> None:
     """A programming error must not end as a run that believes in its checkpoints."""
     writer = CheckpointWriter(tmp_path, keep=2)
-    writer.save(1, partial(tensors, 1), {"config": object()})
+    writer.save(run_state(1, provenance={"a": object()}), partial(tensors, 1))
     with pytest.raises(TypeError, match="not JSON serializable"):
         writer.wait()
-    writer.save(2, partial(tensors, 2), {})
+    writer.save(run_state(2), partial(tensors, 2))
     writer.wait()
     assert latest_checkpoint(tmp_path).step == 2
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from draftline.cli.main import main
 from draftline.train.step.step import TrainStep
@@ -106,6 +107,54 @@ def test_train_evaluate_and_export(run: Run, config: Path, tmp_path: Path) -> No
     err = run("export", tmp_path / "run", tmp_path / "new", "--engine", "vlm")[2]
     assert "--engine=vlm is not one of auto, vllm, sglang, dflash" in err
     assert not (tmp_path / "new").exists()
+
+
+def test_every_command_takes_a_drafter_from_wherever_it_lies(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("train", config, "drafter.vocab_size=20")[0] == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    # What only a resume needs is not read.
+    (checkpoint / "optimizer.safetensors").write_bytes(b"cut")
+    target = yaml.safe_load(config.read_text())["target"]["path"]
+    there = (f"target.path={target}", "run.device=cpu", "evaluate.max_new_tokens=6")
+    prompts = (f"evaluate.prompts.talks={tmp_path / 'talks.jsonl'}", "evaluate.limit=2")
+    scores, exports = [], []
+    with monkeypatch.context() as patch:
+        # An export needs shapes and some rows of the head: a target of 8B would be 32 GiB.
+        patch.setattr("draftline.model.target.target.load_weights", None)
+        for number, drafter in enumerate((tmp_path / "run", checkpoint, tmp_path / "out-0")):
+            out = tmp_path / f"out-{number}"
+            given = there[:1] if number == 2 else ()
+            code, said, err = run("export", drafter, out, *given, "--dtype", "float32")
+            assert code == 0, err
+            assert f"exported {'step 3' if number < 2 else drafter} to {out}" in said
+            named = {k: t.tolist() for k, t in load_file(out / "model.safetensors").items()}
+            exports.append((json.loads((out / "config.json").read_text()), named))
+    assert exports[0] == exports[1] == exports[2]
+    for drafter in (tmp_path / "run", checkpoint, tmp_path / "out-0"):
+        code, _, err = run("eval", drafter, *there, *prompts, "--out", tmp_path / "x.json")
+        assert code == 0, err
+        found = json.loads((tmp_path / "x.json").read_text())
+        assert found["step"] == (None if drafter.name == "out-0" else 3)
+        scores.append([found["scores"][0][key] for key in ("committed_counts", "identical")])
+    assert scores[0] == scores[1] == scores[2]
+    code, _, err = run("eval", tmp_path / "out-0", *prompts)
+    assert code == 2
+    assert "add target.path=PATH" in err
+
+
+def test_the_demo_goes_the_way_of_the_commands(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftline.cli.demo.demo_config", lambda: config)
+    code, said, err = run("demo", "--out", tmp_path / "demo")
+    assert code == 0, err
+    assert "2 of 2 prompts" in said
+    assert "serve with vLLM" in err
+    assert run("export", tmp_path / "run", tmp_path / "again")[0] == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("demo", "again"))
+    assert {k: t.tolist() for k, t in one.items()} == {k: t.tolist() for k, t in two.items()}
 
 
 def test_rejected_rows_are_counted_and_listed(run: Run, config: Path, tmp_path: Path) -> None:
@@ -203,7 +252,7 @@ def test_evaluating_nothing_and_exporting_nothing(run: Run, config: Path, tmp_pa
     empty.mkdir()
     assert run("eval", empty)[0] == 2
     err = run("export", empty, tmp_path / "out")[2]
-    assert "neither a run directory nor a checkpoint" in err
+    assert "none of these: a run directory, a checkpoint or an exported drafter" in err
     assert run("train", config)[0] == 0
     code, _, err = run("eval", tmp_path / "run", "evaluate.prompts={}")
     assert code == 2

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import accelerate.hooks
 import pytest
+import torch
 from jinja2 import TemplateError
 from rich.console import Console
 
+from draftline.config.training import EvaluateSection
 from draftline.decode import evaluate as module
-from draftline.decode.evaluate import PlainOutputs, Score, evaluate, read_prompts, score_table
+from draftline.decode.evaluate import (
+    PlainOutputs,
+    Score,
+    evaluate,
+    evaluate_drafter,
+    read_prompts,
+    score_table,
+)
 from draftline.decode.propose import DraftModel
 from draftline.decode.session import DecodeSession
 from draftline.errors import DataError
-from draftline.model.target.target import Target
+from draftline.model.kv_cache import StaticKV
+from draftline.model.target.target import Target, load_target
 from tests.support.tiny import (
     TinyTokenizer,
     build_drafter,
@@ -155,6 +167,30 @@ def render(scores: list[Score]) -> str:
     out = StringIO()
     Console(file=out, width=160).print(score_table(scores, "the title"))
     return out.getvalue()
+
+
+def test_a_target_that_spans_devices_is_evaluated_as_one_that_does_not(
+    target_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two names of the one CPU: everything happens but the moving itself."""
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *_, **__: None)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "what is it?"}]}) + "\n")
+    section = EvaluateSection(prompts={"talks": str(path)}, max_new_tokens=12, batch_size=2)
+    scores = []
+    for devices in (torch.device("cpu"), [torch.device("cpu", 0), torch.device("cpu", 1)]):
+        target = load_target(str(target_dir("llama")), device=devices, taps=(1, 2))
+        drafter = build_drafter(build_shape(target))
+        (score,) = evaluate_drafter(target, drafter, None, section, template={}, seed=0)
+        scores.append(replace(score, tokens_per_s=0.0, plain_tokens_per_s=0.0))
+    assert scores[0] == scores[1]
+    assert scores[0].identical == scores[0].compared == 1
+    # Wherever the last layer is, states are brought to the target's own device.
+    target._tapped.device = torch.device("meta")
+    cache = StaticKV(1, 8, torch.device("cpu"))
+    cache.begin_prefill(3)
+    hidden, features = target.extend(torch.ones(1, 3).long(), torch.arange(3)[None], cache, None)
+    assert hidden.device.type == features.device.type == "meta"
 
 
 def test_the_table_shows_the_numbers(target: Target, draft: DraftModel) -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftline.checkpoint.zlab import fold_embedding_scale, load_zlab
 from draftline.errors import ParityError
-from draftline.export.tensors import fold_embedding_scale
-from draftline.export.zlab import export_zlab, load_zlab
+from draftline.export.zlab import export_zlab
 from draftline.model.drafter.backbone import Drafter
 from draftline.model.drafter.masks import draft_masks
 from draftline.model.head import Head

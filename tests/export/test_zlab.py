@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftline.checkpoint.zlab import load_zlab
 from draftline.decode.propose import DraftModel
 from draftline.decode.session import DecodeSession
 from draftline.errors import ConfigError, ParityError
 from draftline.export import zlab
 from draftline.export.tensors import export_tensors
-from draftline.export.zlab import build_config, export_zlab, load_zlab
+from draftline.export.zlab import build_config, export_zlab
 from draftline.model.drafter.backbone import Drafter
 from draftline.model.drafter.masks import draft_masks
 from draftline.model.head import Head

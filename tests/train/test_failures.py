@@ -411,7 +411,7 @@ def test_provenance_is_that_of_the_start(base: Base, monkeypatch: pytest.MonkeyP
     done = base.train("made-by", resume=False)
     [start] = [e for e in events(done.run_dir) if e["event"] == "start"]
     for path in checkpoint_paths(done.run_dir / "checkpoints"):
-        made_by = load_checkpoint(path).state["provenance"]
+        made_by = load_checkpoint(path).state.provenance
         assert made_by["commit"] == start["commit"]
     assert len(set(asked)) == 1, "no worker asks git"
     assert len(asked) <= 5

@@ -22,6 +22,7 @@ from draftline.train.loop import train
 from draftline.train.plan.inputs import open_target, prepare
 from draftline.train.save.saver import Saver
 from draftline.train.step.step import TrainStep
+from tests.checkpoint.test_store import reseal
 from tests.support.runs import (
     CtrlC,
     after,
@@ -229,6 +230,18 @@ def test_resume_names_the_keys_that_differ(config: Callable[..., Config]) -> Non
     assert train(changed, resume=True, accept_changes=True).step == 8
 
 
+def test_a_key_that_a_later_release_added_is_no_change(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, 2)
+    path = train(config()).checkpoint
+    assert path is not None
+    state = json.loads((path / "state.json").read_text())
+    del state["config"]["signal"], state["config"]["loss"]["soft_labels"]
+    reseal(path, state)
+    assert train(config(), resume=True).step == 8
+
+
 @pytest.mark.parametrize("override", ["drafter.layers=2", "drafter.intermediate_size=24"])
 def test_a_drafter_of_other_weights_is_not_continued(
     config: Callable[..., Config], override: str, monkeypatch: pytest.MonkeyPatch
@@ -397,7 +410,7 @@ def test_a_run_is_read_while_it_trains(
     def read(*_: Any) -> None:
         directory = Path(config().run.dir)
         if checkpoint_paths(directory / "checkpoints"):
-            seen.append(restore(directory).checkpoint.step)
+            seen.append(restore(directory).step)
 
     with monkeypatch.context() as patch:
         before(patch, TrainStep, "update", read)

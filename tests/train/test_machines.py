@@ -175,7 +175,7 @@ def test_ctrl_c_on_one_machine_stops_all_at_one_step_and_all_continue(
         assert not error_lines(err)
     assert first[1][0] == 130
     path = checkpoint_paths(folder / "stopped" / "checkpoints")[0]
-    assert load_checkpoint(path).state["step"] == 5
+    assert load_checkpoint(path).step == 5
     for code, out, err in machines("stopped", "--resume"):
         assert code == 0, err
         assert "trained to step 8, " in out

@@ -164,12 +164,21 @@ def _flops(parameters: Sequence[Tensor], text: Any) -> float:
     )
 
 
-def _stored_rows(model: Any, rows: Tensor, stored: Mapping[str, StoredTensor]) -> StoredRows:
-    """Where the embedding lies on disk: a checkpoint's prefix may differ, its last names do not."""
-    shape = (int(rows.shape[0]), int(rows.shape[1]))
-    name = next(name for name, p in model.named_parameters() if p is rows)
+def find_stored(
+    model: Any, weight: Tensor, stored: Mapping[str, StoredTensor]
+) -> tuple[str, StoredTensor | None]:
+    """The name of `model`'s parameter `weight` in its checkpoint, and the tensor that lies there; its own
+    name and None where none does. A checkpoint's prefix may differ, its last names do not."""
+    name = next(name for name, parameter in model.named_parameters() if parameter is weight)
     ending = ".".join(name.rsplit(".", 2)[-2:])
     for key, tensor in stored.items():
-        if key.endswith(ending) and tensor.shape == shape:
-            return StoredRows(shape, tensor.file, key)
-    return StoredRows(shape, None, name)
+        if key.endswith(ending) and tensor.shape == tuple(weight.shape):
+            return key, tensor
+    return name, None
+
+
+def _stored_rows(model: Any, rows: Tensor, stored: Mapping[str, StoredTensor]) -> StoredRows:
+    key, tensor = find_stored(model, rows, stored)
+    return StoredRows(
+        (int(rows.shape[0]), int(rows.shape[1])), None if tensor is None else tensor.file, key
+    )

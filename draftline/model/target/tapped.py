@@ -69,7 +69,7 @@ class TappedDecoder:
             use_cache=True,
             **{self._cache_name: cache},
         )
-        return output.last_hidden_state, self._take_taps()
+        return output.last_hidden_state.to(self.device), self._take_taps()
 
     def _masks(self, mask: Tensor | None, positions: Tensor, keys: Tensor) -> Any:
         """`mask` as the decoder takes it: one, or one a kind of layer, windows cut out of it by the

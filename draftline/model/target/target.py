@@ -159,8 +159,8 @@ class Target:
         if self.rope is not None and self.rope.longest and slots > self.rope.longest:
             raise TargetError(
                 f"decoding needs {slots} positions, but the target was loaded with {self.rope.name} of "
-                f"its {self.rope.kind} rotation, which serves {self.rope.longest}; raise "
-                "data.max_length above that, or decode shorter texts"
+                f"its {self.rope.kind} rotation, which serves {self.rope.longest}, as it was trained "
+                "for; lower evaluate.max_new_tokens, or leave longer prompts out"
             )
 
     def parameters(self) -> list[Tensor]:

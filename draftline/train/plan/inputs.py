@@ -32,10 +32,11 @@ from draftline.model.drafter.init import build_shape
 from draftline.model.drafter.vocabulary import choose_draft_vocabulary, choose_mask_token
 from draftline.model.target.facts import TargetFacts, read_facts
 from draftline.model.target.identity import target_digest
+from draftline.model.target.outline import TargetOutline, read_outline
 from draftline.model.target.target import Target, load_target
 from draftline.progress import counted, doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
-from draftline.train.plan.placement import device_type
+from draftline.train.plan.placement import device_type, target_spans
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,38 @@ def open_target(
             context=config.data.max_length,
             choices=choices,
         )
+
+
+def evaluation_devices(config: Config, choices: Choices) -> tuple[torch.device, ...]:
+    """Where the target of `config` decodes: on run.device, and where that is auto, over the devices that
+    topology.targets lets its first worker span, or over as many GPUs as its weights need."""
+    if config.run.device == "auto":
+        spans = target_spans(config, visible_devices(), lambda: open_facts(config, "cuda"))
+        if len(spans) > 1:
+            choices.record(
+                "run.device",
+                wanted="auto",
+                got="+".join(map(str, spans)),
+                reason="the target spans them, as in training",
+            )
+            return spans
+    return (pick_device(config.run.device, choices),)
+
+
+def open_outline(config: Config, choices: Choices, *, with_head: bool) -> Target | TargetOutline:
+    """What an export says of the target of `config`: read from its files, or of the loaded target where
+    these do not tell, which is recorded."""
+    with doing(f"reading {config.target.path}: configuration and shapes"):
+        outline = read_outline(config.target, with_head=with_head)
+    if outline is not None:
+        return outline
+    choices.record(
+        "export.target",
+        wanted="its shapes alone",
+        got="loaded whole",
+        reason="its classes do not run without their layers, or its head is not stored as plain numbers",
+    )
+    return open_target(config, choices)
 
 
 def epoch_packs(config: Config, samples: Sequence[Sample], epoch: int) -> PackPlan:

@@ -131,6 +131,8 @@ def check_memory(
     elif saving > 0:
         enough = "enough" if row.total - saving <= (row.free_bytes or 0) else "not enough alone"
         way_out = f"{knob} would lower it most, by {sized(saving)} ({enough})"
+        if not knob.startswith("topology."):
+            way_out += ", which a run that is continued takes with --accept-changes"
     if row.device in placement.shared and len(available) > 1:
         way_out += "; or part the two sides with topology.targets and topology.drafters"
     raise DeviceError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +136,22 @@ def place(
         got = placement.lines()[0].removeprefix("placement: ")
         choices.record("topology", wanted="auto", got=got, reason=reason)
     return placement
+
+
+def target_spans(
+    config: Config, available: Sequence[DeviceFacts], facts: Callable[[], TargetFacts]
+) -> tuple[torch.device, ...]:
+    """The devices that one target spans, or one device or none where it need not span any: those of the
+    first worker of topology.targets, else as many GPUs as its weights need. `facts` are asked for where
+    there are several GPUs."""
+    wanted = config.topology.targets
+    if wanted != "auto":
+        # A single device may be another one here than in training.
+        return _parse(wanted[:1], "targets", available)[0] if "+" in wanted[0] else ()
+    if len(available) < 2:
+        return ()
+    every = [(torch.device("cuda", index),) for index in range(len(available))]
+    return _spans(every, _span(facts(), available))[0]
 
 
 def accumulation(config: Config, drafters: int, nodes: int = 1) -> int:

@@ -175,7 +175,8 @@ class MemoryWatch:
         self._notify(found)
         self.stopped = RunError(
             f"this {'launch' if launching else 'run'} is broken: {found} Seen after {self._steps} steps; "
-            "the recording is signal.jsonl (draftline diagnose). signal.on_volatile=warn would go on"
+            "the recording is signal.jsonl (draftline diagnose). signal.on_volatile=warn goes on all the "
+            "same: with --resume where a checkpoint was written"
         )
         if launching:
             raise self.stopped

@@ -122,7 +122,7 @@ class Reporter:
             raise RunError(
                 f"a non-finite loss or gradient in the {step - before} steps up to {step} (those "
                 "updates were skipped); lower train.learning_rate or look for damaged features, "
-                "then continue with --resume where a checkpoint was written"
+                "then continue with --resume --accept-changes where a checkpoint was written"
             )
 
     def say_memory(self, runlog: RunLog) -> None:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from draftline.checkpoint.state import RunState
 from draftline.checkpoint.store import Checkpoint, checkpoint_paths, latest_checkpoint
 from draftline.config.load import changed_keys
 from draftline.config.schema import Config
@@ -22,12 +22,17 @@ from draftline.train.step.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-# Keys that say where and how often, not what is computed.
+# Keys that say where, how often and what is watched, not what is computed.
 _FREE_KEYS = (
     "run.dir",
     "run.device",
+    "run.strict_choices",
     "topology.",
+    "signal.",
     "evaluate.",
+    "target.capture",
+    "features.source",
+    "features.dir",
     # Compared as a number of packs, which workers and this key make together.
     "train.packs_per_step",
     "train.log_every",
@@ -63,7 +68,7 @@ def find_checkpoint(
     changes = {
         key: pair
         for key, pair in changed_keys(
-            checkpoint.state["config"], config.model_dump(mode="json")
+            checkpoint.state.config.model_dump(mode="json"), config.model_dump(mode="json")
         ).items()
         if not key.startswith(_FREE_KEYS)
     }
@@ -78,10 +83,8 @@ def find_checkpoint(
 
 def kept_date(config: Config, checkpoint: Checkpoint) -> Config:
     """`config` with the day that the checkpoint's prompts were written on, unless it names one."""
-    kept = checkpoint.state["config"].get("data", {}).get("date")
-    if kept is None or config.data.date is not None:
-        return config
-    return dated(config, datetime.date.fromisoformat(kept))
+    kept = checkpoint.state.config.data.date
+    return config if kept is None or config.data.date is not None else dated(config, kept)
 
 
 def dated(config: Config, date: datetime.date | None) -> Config:
@@ -91,10 +94,9 @@ def dated(config: Config, date: datetime.date | None) -> Config:
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     """Whether the run of `checkpoint` has done all steps or epochs that `config` asks for."""
-    state, train = checkpoint.state, config.train
-    asked = {"steps": train.steps, "epochs": train.epochs}
-    same = all(state["config"]["train"][key] == value for key, value in asked.items())
-    return same and checkpoint.step >= int(state["total_steps"])
+    done, asked = checkpoint.state.config.train, config.train
+    same = (done.steps, done.epochs) == (asked.steps, asked.epochs)
+    return same and checkpoint.step >= checkpoint.state.total_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def take_up(
     """Puts the state that a checkpoint holds into every drafter of every machine (machine 0 has the
     checkpoint); returns where it was. Raises ResumeError when a run with these features and packs a step
     cannot go on from it."""
-    state: dict[str, Any] | None = None
+    state: RunState | None = None
     if checkpoint is not None:
         state = checkpoint.state
         check_state(checkpoint, features, packs_per_step, accept_changes)
@@ -135,28 +137,28 @@ def take_up(
         _share_state(nodes, steps)
     if state is None:
         return BEGINNING
-    place = Position(int(state["next_number"]), int(state["epoch"]), int(state["next_pack"]))
-    return Start(place, int(state["step"]), float(state["seconds"]))
+    place = Position(state.next_number, state.epoch, state.next_pack)
+    return Start(place, state.step, state.seconds)
 
 
 def check_state(
     checkpoint: Checkpoint, features: str, packs_per_step: int, accept_changes: bool
 ) -> None:
     state = checkpoint.state
-    if digest_in(state["features"]) not in (None, digest_in(features)):
+    if digest_in(state.features) not in (None, digest_in(features)):
         raise ResumeError(
             f"{checkpoint.path} was trained for another target: the weights behind target.path are not "
             "those it began with; restore them, or start a new run in another run.dir"
         )
-    if state["features"] != features:
+    if state.features != features:
         raise ResumeError(
             f"{checkpoint.path} was trained on other data, other taps, another target.dtype or "
             "data.date (files behind the same names may have changed); start a new run"
         )
-    if state["packs_per_step"] != packs_per_step and not accept_changes:
+    if state.packs_per_step != packs_per_step and not accept_changes:
         raise ResumeError(
-            f"{checkpoint.path} was trained with {state['packs_per_step']} packs a step, these "
-            f"workers take {packs_per_step}; set train.packs_per_step={state['packs_per_step']}, or "
+            f"{checkpoint.path} was trained with {state.packs_per_step} packs a step, these "
+            f"workers take {packs_per_step}; set train.packs_per_step={state.packs_per_step}, or "
             "continue all the same with --accept-changes"
         )
 
@@ -169,7 +171,7 @@ def _check_weights(checkpoint: Checkpoint, drafter: Drafter) -> None:
     had = {name: tuple(t.shape) for name, t in saved.items() if name not in beside}
     if had == {name: tuple(t.shape) for name, t in drafter.named_parameters()}:
         return
-    changed = changed_keys(checkpoint.state["shape"], drafter.shape.to_dict())
+    changed = changed_keys(checkpoint.state.shape.to_dict(), drafter.shape.to_dict())
     listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
     raise ResumeError(
         f"{checkpoint.path} has a drafter whose weights do not fit this one ({listed}); restore its "

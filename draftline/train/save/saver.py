@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from draftline.checkpoint.state import RunState
 from draftline.checkpoint.store import CheckpointWriter
 from draftline.config.schema import Config
 from draftline.errors import CheckpointError
@@ -55,25 +56,25 @@ class Saver(AbstractContextManager["Saver"]):
 
     def save(self, step: int, position: Position, seconds: float) -> None:
         """Queues a checkpoint after `step` steps; the next step begins at `position`."""
-        state = {
-            "config": self._config.model_dump(mode="json"),
-            "config_digest": self._config.digest(),
-            "shape": self._inputs.shape.to_dict(),
-            "taps": list(self._inputs.facts.taps),
-            "num_target_layers": self._inputs.facts.num_layers,
-            "features": self._key,
-            "epoch": position.epoch,
-            "next_pack": position.place,
-            "next_number": position.number,
-            "packs_per_step": self._packs_per_step,
-            "total_steps": self._total_steps,
-            "seconds": seconds,
-            "provenance": self._made_by,
-        }
+        state = RunState(
+            step=step,
+            config=self._config,
+            shape=self._inputs.shape,
+            taps=self._inputs.facts.taps,
+            num_target_layers=self._inputs.facts.num_layers,
+            features=self._key,
+            epoch=position.epoch,
+            next_pack=position.place,
+            next_number=position.number,
+            packs_per_step=self._packs_per_step,
+            total_steps=self._total_steps,
+            seconds=seconds,
+            provenance=self._made_by,
+        )
         # The buffers of the snapshot are in use until the last one is written.
         self._writer.wait()
         self._snapshot.begin()
-        self._writer.save(step, self._snapshot.groups, state)
+        self._writer.save(state, self._snapshot.groups)
         self._saved_step = step
         self._runlog.event("checkpoint", {"step": step})
 

@@ -276,5 +276,5 @@ def test_cached_features_serve_several_workers(
 def test_a_checkpoint_says_where_the_run_was(run: Run) -> None:
     done = run("plain-1-3", *workers(1, 3))
     state = load_checkpoint(done.checkpoint).state
-    assert (state["step"], state["next_number"], state["packs_per_step"]) == (8, 24, 3)
+    assert (state.step, state.next_number, state.packs_per_step) == (8, 24, 3)
     assert json.loads((done.checkpoint / "state.json").read_text())["total_steps"] == 8

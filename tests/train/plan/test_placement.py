@@ -16,7 +16,7 @@ from draftline.config.schema import Config
 from draftline.errors import ConfigError, DeviceError
 from draftline.model.target.facts import TargetFacts, read_facts
 from draftline.runtime.devices import DeviceFacts, parse_devices
-from draftline.train.plan.placement import Placement, accumulation, device_type, place
+from draftline.train.plan.placement import Placement, accumulation, device_type, place, target_spans
 
 CPU = torch.device("cpu")
 EIGHT = parse_devices("8x141")
@@ -112,6 +112,23 @@ def test_a_target_too_large_for_one_gpu_spans_several(facts: TargetFacts) -> Non
     cached, _ = put(large, EIGHT[:5], "features.source=disk")
     assert cached.targets == (gpu(0, 1), gpu(2, 3))
     assert cached.drafters == gpu(0, 1, 2, 3, 4)
+
+
+def test_a_target_that_works_alone_spans_what_it_spans_in_training(facts: TargetFacts) -> None:
+    large = replace(facts, total_bytes=200 * 2**30)
+
+    def spans(
+        available: Sequence[DeviceFacts], *overrides: str, of: TargetFacts = large
+    ) -> tuple[torch.device, ...]:
+        return target_spans(config(*overrides), available, lambda: of)
+
+    assert spans(EIGHT) == gpu(0, 1)
+    assert spans(EIGHT, of=facts) == gpu(0)
+    assert spans(EIGHT, "topology.targets=[cuda:2+cuda:3,cuda:4+cuda:5]", of=facts) == gpu(2, 3)
+    # A single device may be another one here than in training, and one GPU needs no look at the target.
+    assert spans(EIGHT[:1], "topology.targets=[cuda:5]") == spans(EIGHT[:1]) == spans(()) == ()
+    with pytest.raises(DeviceError, match="cuda:1: no such GPU"):
+        spans(EIGHT[:1], "topology.targets=[cuda:0+cuda:1]")
 
 
 def test_cached_features_let_every_gpu_draft(facts: TargetFacts) -> None:

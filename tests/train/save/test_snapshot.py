@@ -13,6 +13,7 @@ from draftline.model.drafter.backbone import Drafter
 from draftline.model.target.target import Target
 from draftline.train.save.snapshot import Snapshot, load_state
 from draftline.train.step.optim import MasterAdamW
+from tests.support.states import run_state
 from tests.support.tiny import build_drafter, build_shape, build_target, step_spec
 
 Groups = dict[str, dict[str, Tensor]]
@@ -118,7 +119,7 @@ def test_training_goes_on_from_a_written_snapshot_bit_for_bit(
     update(optimizer, range(3))
     snapshot = Snapshot(optimizer, {})
     snapshot.begin()
-    path = save_checkpoint(tmp_path, 3, snapshot.groups(), {}, keep=1)
+    path = save_checkpoint(tmp_path, run_state(3), snapshot.groups(), keep=1)
     total = sum(f.stat().st_size for f in path.glob("*.safetensors"))
     elements = sum(p.numel() for p in optimizer.parameters)
     assert total < 4 * elements * len(optimizer.buffers()) + 2**15
