@@ -19,3 +19,8 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     found, wanted = found.detach().cpu().double(), wanted.detach().cpu().double()
     assert found.shape == wanted.shape
     return float((found - wanted).norm() / wanted.norm())
+
+
+def gpus(*indices: int) -> tuple[torch.device, ...]:
+    """Devices by index, there or not."""
+    return tuple(torch.device("cuda", index) for index in indices)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -264,6 +266,24 @@ def teach(
     for number in range(steps):
         step(pack, number)
     return drafter.requires_grad_(False)
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    """Whether both hold the same tensors to the last bit."""
+    assert one.keys() == two.keys()
+    return all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def refuse_system_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's template is one that takes no system turn at the beginning."""
+    plain = TinyTokenizer.apply_chat_template
+
+    def strict(self: TinyTokenizer, turns: list[dict[str, str]], **rest: Any) -> str:
+        if turns[0]["role"] == "system":
+            raise TemplateError("System role not supported")
+        return plain(self, turns, **rest)
+
+    monkeypatch.setattr(TinyTokenizer, "apply_chat_template", strict)
 
 
 def chi_square_p(observed: Tensor, expected: Tensor) -> float:

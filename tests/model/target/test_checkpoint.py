@@ -18,29 +18,14 @@ from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.target.checkpoint_files import read_stored
 from draftline.model.target.facts import read_facts
-from draftline.model.target.target import Target, load_target
+from draftline.model.target.target import load_target
 from tests.support.fakes import FAMILIES, VOCAB_SIZE, tiny_model, tiny_target_dir, tiny_tokenizer
+from tests.support.loading import TAPS, load, refusal
 from tests.support.quantise import edit_config, edit_tensors
 
 CPU = torch.device("cpu")
-TAPS = (0, 2, 3)
 WRAPPERS = ("gemma3_with_vision", "qwen3_vl", "qwen2_5_vl", "mistral3", "llava")
 Edit = Callable[[Path], object]
-
-
-def load(path: Path, **options: Any) -> Target:
-    return load_target(str(path), device=CPU, taps=TAPS, **options)
-
-
-def refusal(path: Path) -> str:
-    """Why `path` is refused, which a plan says as loading does."""
-    with pytest.raises(TargetError) as planned:
-        read_facts(str(path), taps=TAPS)
-    with pytest.raises(TargetError) as loaded:
-        load(path)
-    assert str(planned.value) == str(loaded.value)
-    assert str(path) in str(planned.value)
-    return str(planned.value)
 
 
 # Wrappers of language models

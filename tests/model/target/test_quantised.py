@@ -14,8 +14,8 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.target.facts import read_facts
-from draftline.model.target.target import Target, load_target
 from tests.support.fakes import VOCAB_SIZE, tiny_target_dir
+from tests.support.loading import TAPS, load, refusal
 from tests.support.quantise import (
     Quantise,
     awq,
@@ -27,24 +27,8 @@ from tests.support.quantise import (
 )
 
 CPU = torch.device("cpu")
-TAPS = (0, 2, 3)
 IDS = torch.randint(4, VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(1))
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
-
-
-def load(path: Path, **options: Any) -> Target:
-    return load_target(str(path), device=CPU, taps=TAPS, **options)
-
-
-def refusal(path: Path) -> str:
-    """Why `path` is refused, which a plan says as loading does."""
-    with pytest.raises(TargetError) as planned:
-        read_facts(str(path), taps=TAPS)
-    with pytest.raises(TargetError) as loaded:
-        load(path)
-    assert str(planned.value) == str(loaded.value)
-    assert str(planned.value).startswith(f"target.path={path}")
-    return str(planned.value)
 
 
 @pytest.mark.parametrize(
