@@ -104,7 +104,7 @@ def long(run: Train) -> Trained:
             "train.warmup_ratio=0.001",
             "train.learning_rate=1e-3",
             "train.log_every=50",
-            "train.checkpoint_every=200",
+            "train.checkpoint_every=2000",
         )
 
 
