@@ -46,7 +46,7 @@ def test_captured_forwards_give_the_cpu_s_features_and_take_no_memory() -> None:
     torch.cuda.synchronize()
     (change,) = baseline.changes()
     assert (change.allocator_calls, change.reserved_change_bytes) == (0, 0)
-    assert apart(there.row, own.row) < 1e-5
+    assert apart(there.row, own.row) < 1e-4
 
 
 @pytest.mark.parametrize("draft_vocabulary", [None, 32], ids=["whole", "half"])
