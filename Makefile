@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt.
+# Two commands: `make demo` and `make test`. Both make .venv first, from constraints.txt. `make test-gpu` runs
+# the tests that `make test` skips on a machine without a GPU, and no others.
 # A third, `make serve-check`, compares exports with the real vLLM; it makes .venv-serve too.
 # `make newest` installs without constraints, into .venv-newest, and runs the commands. Newest means all but
 # torch, which is the release of constraints.txt unless TORCH=2.14.1, say, is given: a plain `pip install
@@ -10,7 +11,7 @@ READY := .venv/.ready
 SERVE := .venv-serve/bin
 SERVE_READY := .venv-serve/.ready
 
-.PHONY: demo test serve-check newest env clean
+.PHONY: demo test test-gpu serve-check newest env clean
 
 demo: env
 	@echo "== train, evaluate and export the embedded default (about 7 minutes on two CPU cores)"
@@ -24,6 +25,10 @@ test: env
 	$(BIN)/mypy
 	@echo "== tests"
 	$(BIN)/python -m pytest -q
+
+test-gpu: env
+	@echo "== tests on the GPUs of this machine (about 8 minutes; skipped without one)"
+	$(BIN)/python -m pytest -v --durations=0 --durations-min=1 tests/gpu
 
 serve-check: env $(SERVE_READY)
 	@echo "== serve tiny drafters and exports/demo with vLLM on the CPU (about 12 minutes)"

@@ -9,17 +9,13 @@ import os
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from draftline import runlog
 from draftline.errors import ConfigError
 from draftline.runlog import RunLog, provenance, write_atomic
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.support.recordings import read_rows
 
 
 class FullDisk:
@@ -92,9 +88,9 @@ def test_every_line_is_on_the_disk_when_the_call_returns(tmp_path: Path) -> None
     directory = tmp_path / "a" / "run"
     with RunLog(directory) as log:
         log.event("start", {"hash": "x", "path": Path("p")})
-        [event] = lines(directory / "events.jsonl")
+        [event] = read_rows(directory / "events.jsonl")
         log.metrics({"step": 1, "loss": 2.5})
-        [metric] = lines(directory / "metrics.jsonl")
+        [metric] = read_rows(directory / "metrics.jsonl")
         log.write("config.yaml", "a: 1\n")
     assert (event["event"], event["hash"], event["path"]) == ("start", "x", "p")
     assert (metric["step"], metric["loss"]) == (1, 2.5)
@@ -108,7 +104,7 @@ def test_a_second_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         with RunLog(tmp_path) as log:
             log.metrics({"step": step})
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_full_disk_is_said_once_counted_and_stops_nothing(
@@ -126,7 +122,7 @@ def test_a_full_disk_is_said_once_counted_and_stops_nothing(
     assert log.lost_lines == 4  # three lines, and the close
     assert [json.loads(line)["step"] for line in disk.written] == [0]
     assert disk.closed
-    assert [line["event"] for line in lines(tmp_path / "events.jsonl")] == ["still"]
+    assert [line["event"] for line in read_rows(tmp_path / "events.jsonl")] == ["still"]
     [warning] = caplog.records
     assert "No space left" in warning.getMessage()
 
@@ -139,7 +135,7 @@ def test_a_really_full_disk_stops_nothing(tmp_path: Path, caplog: pytest.LogCapt
             log.metrics({"step": step, "filler": "x" * 10_000})
         log.event("end", {})
     assert log.lost_lines >= 3
-    assert len(lines(tmp_path / "events.jsonl")) == 1
+    assert len(read_rows(tmp_path / "events.jsonl")) == 1
     assert len(caplog.records) == 1
 
 
@@ -192,7 +188,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    seen = [(line["worker"], line["step"]) for line in lines(tmp_path / "metrics.jsonl")]
+    seen = [(line["worker"], line["step"]) for line in read_rows(tmp_path / "metrics.jsonl")]
     assert sorted(seen) == [(n, step) for n in range(4) for step in range(50)]
 
 

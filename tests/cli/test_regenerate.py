@@ -20,6 +20,7 @@ from draftline.errors import TargetError
 from draftline.model.target.facts import read_facts
 from draftline.model.target.target import load_target
 from tests.support.fakes import tiny_model, tiny_target_dir, tiny_tokenizer
+from tests.support.recordings import read_rows
 
 Run = Callable[..., tuple[int, str, str]]
 # Reads an argument, opens thinking in the generation prompt, and drops it from the history.
@@ -68,10 +69,6 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target_dir(tmp_path_factory.mktemp("thinker") / "target", template=THINKS)
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_answers_are_written_and_a_second_call_keeps_them(
     run: Run, prompts: Path, tmp_path: Path, target_dir: Callable[[str], Path]
 ) -> None:
@@ -79,12 +76,12 @@ def test_answers_are_written_and_a_second_call_keeps_them(
     call = [prompts, "--out", out, "--target", target_dir("llama"), "--max-new-tokens", 5]
     code, text, err = run(*call)
     assert code == 0, err
-    assert f"{out}: {len(rows(out))} conversations, " in text
+    assert f"{out}: {len(read_rows(out))} conversations, " in text
     assert f"reading {prompts}" in err
     assert f"loading {target_dir('llama')}" in err
     assert "answering: 0 of 6 rows" in err
-    assert all(r["finish_reason"] in ("stop", "length") for r in rows(out))
-    assert all(r["generator"]["target"] == str(target_dir("llama")) for r in rows(out))
+    assert all(r["finish_reason"] in ("stop", "length") for r in read_rows(out))
+    assert all(r["generator"]["target"] == str(target_dir("llama")) for r in read_rows(out))
     before = out.read_text()
     code, _, err = run(*call)
     assert code == 0, err
@@ -121,8 +118,8 @@ def test_a_template_that_opens_and_drops_thinking_loses_nothing(
     code, _, err = run(prompts, "--out", out, "--target", thinker, "--max-new-tokens", 24)
     assert code == 0, err
     tokenizer = AutoTokenizer.from_pretrained(thinker)
-    assert len(rows(out)) == 6
-    for row in rows(out):
+    assert len(read_rows(out)) == 6
+    for row in read_rows(out):
         generated = row["generated"][0]
         prompt = f"<|im_start|>{row['messages'][0]['content']}<|spare|>think\n"
         assert generated["prompt_ids"] == tokenizer(prompt)["input_ids"]
@@ -160,7 +157,7 @@ def test_options_are_taken_and_recorded(
         prompts, "--out", out, "--target", thinker, "--max-new-tokens", 4, "--limit", 2, *options
     )
     assert code == 0, err
-    for row in rows(out):
+    for row in read_rows(out):
         assert row["generator"] | recorded == row["generator"]
         opened = "enable_thinking=false" not in options
         text = AutoTokenizer.from_pretrained(thinker).decode(row["generated"][0]["prompt_ids"])
@@ -181,7 +178,7 @@ def test_several_temperatures(
     options = [word for t in temperatures for word in ("--temperature", t)]
     call = [prompts, "--out", out, "--target", thinker, "--max-new-tokens", 4, *options]
     assert run(*call)[0] == 0
-    seen = [row["generator"]["temperature"] for row in rows(out)]
+    seen = [row["generator"]["temperature"] for row in read_rows(out)]
     assert len(set(seen)) > 1
     assert set(seen) <= {0.0, 0.7, 1.5}
 
@@ -201,11 +198,11 @@ def test_the_targets_own_sampling_by_choice(
     assert code == 0, err
     assert "temperature 0.6, top_p 0.95, top_k 20" in err
     wanted = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    generator = rows(tmp_path / "a.jsonl")[0]["generator"]
+    generator = read_rows(tmp_path / "a.jsonl")[0]["generator"]
     assert generator | wanted == generator
     code, _, err = run(*call, "--out", tmp_path / "b.jsonl", "--temperature", "1.5", "--top-k", 3)
     assert code == 0, err
-    generator = rows(tmp_path / "b.jsonl")[0]["generator"]
+    generator = read_rows(tmp_path / "b.jsonl")[0]["generator"]
     assert generator | {"temperature": 1.5, "top_p": 0.95, "top_k": 3} == generator
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     code, _, err = run(*call, "--out", tmp_path / "c.jsonl")
@@ -307,7 +304,7 @@ def test_the_date_of_a_template_is_pinned_said_and_kept(
     call = [prompts, "--out", out, "--target", target, "--max-new-tokens", 4]
     code, _, err = run(*call, "--limit", 2)
     assert code == 0, err
-    first = rows(out)
+    first = read_rows(out)
     today = first[0]["generator"]["date"]
     assert f"date in the prompts: {today} (the chat template writes the date; today)" in err
     # The day after, in effect: the rows of the file say another day, which is gone on with.
@@ -317,7 +314,7 @@ def test_the_date_of_a_template_is_pinned_said_and_kept(
     assert code == 0, err
     assert "date in the prompts: 2024-07-26" in err
     tokenizer = AutoTokenizer.from_pretrained(target)
-    later = rows(out)[len(first) :]
+    later = read_rows(out)[len(first) :]
     assert later
     for row in later:
         assert row["generator"]["date"] == "2024-07-26"
@@ -377,7 +374,7 @@ def test_ids_survive_where_their_text_would_come_back_as_others(run: Run, tmp_pa
                        "--temperature", 1)  # fmt: skip
     assert code == 0, err
     differing = 0
-    for row in rows(out):
+    for row in read_rows(out):
         given = row["generated"][0]
         said = [i for i in given["answer_ids"] if i != tokenizer.eos_token_id]
         text = row["messages"][1]["content"]

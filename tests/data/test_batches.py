@@ -72,7 +72,7 @@ def test_a_split_takes_the_cheapest_cut() -> None:
     assert [b.shape for b in table.split([100, 100, 100])] == [(4, 128)]
     assert table.split([]) == []
     assert table.split([5, 7])[0].members == (1, 0)
-    with pytest.raises(ConfigError, match=r"1025 tokens fits into no shape.*longest is 1024"):
+    with pytest.raises(ConfigError, match=r"1025.*1024"):
         table.split([3, 1025])
 
 

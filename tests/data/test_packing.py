@@ -128,7 +128,7 @@ def test_lengths_that_cannot_be_packed_are_errors_with_numbers() -> None:
     def plan(lengths: list[int], seats: int = 4) -> PackPlan:
         return plan_packs(lengths, token_budget=100, max_batch_size=seats, seed=0, epoch=0)
 
-    with pytest.raises(DataError, match=r"2 samples are longer than token_budget=100.*sample 3"):
+    with pytest.raises(DataError, match=r"2 samples.*token_budget=100.*sample 3"):
         plan([5, 101, 100, 140])
     with pytest.raises(DataError, match="no sample to pack"):
         plan([])

@@ -285,7 +285,7 @@ def test_conversations_without_an_anchor_are_rejected_with_their_reason() -> Non
 def test_a_tokenizer_without_template_or_offsets_is_refused() -> None:
     with pytest.raises(DataError, match="no chat template"):
         run(build(None), talk("a", "b"))
-    with pytest.raises(DataError, match="SimpleNamespace is slow and gives no offsets"):
+    with pytest.raises(DataError, match=r"SimpleNamespace.*offsets"):
         run(SimpleNamespace(is_fast=False), talk("a", "b"))
 
 

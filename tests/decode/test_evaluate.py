@@ -13,7 +13,6 @@ from typing import Any
 import accelerate.hooks
 import pytest
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 
 from draftline.config.training import EvaluateSection
@@ -32,11 +31,11 @@ from draftline.errors import DataError
 from draftline.model.kv_cache import StaticKV
 from draftline.model.target.target import Target, load_target
 from tests.support.tiny import (
-    TinyTokenizer,
     build_drafter,
     build_samples,
     build_shape,
     build_target,
+    refuse_system_turns,
     teach,
 )
 
@@ -242,12 +241,6 @@ def test_prompts_that_cannot_be_used_are_data_errors(
         read_prompts({"a": str(tmp_path / "none.jsonl")}, target, limit=None, template={})
     file = write(tmp_path / "a.jsonl", [("user", "HI")], [("system", "S"), ("user", "E")])
 
-    def strict(self: TinyTokenizer, turns: list[dict[str, str]], **rest: Any) -> str:
-        if turns[0]["role"] == "system":
-            raise TemplateError("System role not supported")
-        return plain(self, turns, **rest)
-
-    plain = TinyTokenizer.apply_chat_template
-    monkeypatch.setattr(TinyTokenizer, "apply_chat_template", strict)
+    refuse_system_turns(monkeypatch)
     with pytest.raises(DataError, match=r"a\.jsonl:2.*System role not supported"):
         read_prompts({"a": file}, target, limit=None, template={})

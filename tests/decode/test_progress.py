@@ -5,19 +5,12 @@ from __future__ import annotations
 import io
 
 from draftline.decode.progress import Progress
+from tests.support.timing import Clock
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_stage_is_said_at_once_and_goes_on_being_said() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from jinja2 import TemplateError
 
 from draftline.choices import Choices
 from draftline.data.conversations import Conversation, Message, read_conversations
@@ -23,7 +22,7 @@ from draftline.decode.request import Request
 from draftline.decode.sampling import Sampling
 from draftline.errors import DataError
 from draftline.model.target.target import Target
-from tests.support.tiny import TinyTokenizer, build_target
+from tests.support.tiny import TinyTokenizer, build_target, refuse_system_turns
 
 # A quarter of the vocabulary ends an answer, so that answers have many lengths.
 STOPS = (3, *range(40, 55))
@@ -306,14 +305,7 @@ def test_answers_stay_inside_the_targets_positions(target: Target, tmp_path: Pat
 def test_a_prompt_that_the_template_refuses_is_left_out(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = TinyTokenizer.apply_chat_template
-
-    def strict(self: TinyTokenizer, turns: list[dict[str, str]], **rest: Any) -> str:
-        if turns[0]["role"] == "system":
-            raise TemplateError("System role not supported")
-        return plain(self, turns, **rest)
-
-    monkeypatch.setattr(TinyTokenizer, "apply_chat_template", strict)
+    refuse_system_turns(monkeypatch)
     out = tmp_path / "out.jsonl"
     done = run(target, out)
     assert "many" not in rows(out)

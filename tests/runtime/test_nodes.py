@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,8 @@ import torch.distributed as dist
 
 from draftline.errors import ConfigError, RunError
 from draftline.runtime.nodes import Nodes
+from tests.support.forked import Forked
+from tests.support.runs import environment
 
 _VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _START = """
@@ -121,12 +121,6 @@ tell()
 """
 
 
-def environment(**variables: object) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in _VARIABLES}
-    kept["PYTHONPATH"] = str(Path(__file__).parents[2])
-    return kept | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in variables.items()}
-
-
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -137,13 +131,7 @@ def run(script: str, count: int) -> list[dict[str, Any]]:
     """What each of `count` processes said, by rank; rank 0 serves the store."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _START + script],
-            env=environment(RANK=rank, WORLD_SIZE=count, **address),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Forked(_START + script, env=environment(RANK=rank, WORLD_SIZE=count, **address))
         for rank in range(count)
     ]
     said = []

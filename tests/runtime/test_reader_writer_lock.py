@@ -6,22 +6,13 @@ Threads meet by events; a wait for a state looks until it is there, and fails af
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from draftline.errors import CompileError
 from draftline.runtime.reader_writer_lock import ReaderWriterLock
-
-PATIENCE_S = 30.0
-
-
-def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < end, "never happened"
-        time.sleep(0.001)
+from tests.support.timing import PATIENCE_S, until
 
 
 class Worker:

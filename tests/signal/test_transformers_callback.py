@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from draftline.signal import transformers_callback
 from draftline.signal.transformers_callback import WARM_STEPS, SignalCallback
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.support.recordings import read_rows
 
 
 def phases_of(path: Path) -> list[str]:
-    return [line["phase"] for line in lines_of(path) if line["kind"] == "phase"]
+    return [line["phase"] for line in read_rows(path) if line["kind"] == "phase"]
 
 
 @pytest.fixture
@@ -65,7 +60,7 @@ def trained(tmp_path: Path) -> Path:
 
 
 def test_a_run_of_the_trainer_is_recorded(trained: Path) -> None:
-    lines = lines_of(trained / "signal.jsonl")
+    lines = read_rows(trained / "signal.jsonl")
     assert lines[0]["kind"] == "start"
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] for step in steps] == list(range(1, 15))
@@ -172,7 +167,7 @@ def test_a_run_after_one_that_was_broken_off_begins_a_recording_of_its_own(tmp_p
         callback.on_train_begin(args, state, quiet())
         run_steps(callback, 2, args)
     callback.on_train_end(args, state, quiet())
-    kinds = [line["kind"] for line in lines_of(tmp_path / "signal.jsonl")]
+    kinds = [line["kind"] for line in read_rows(tmp_path / "signal.jsonl")]
     # What this process compiled before is told as events.
     kinds = [kind for kind in kinds if kind in ("start", "phase", "step")]
     assert kinds == ["start", "phase", "step", "step"] * 2 + ["phase"]

@@ -9,35 +9,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.support.fakes import END_OF_TURN, VOCAB_SIZE
+from tests.support.fakes import LATENT, SHAPE, VOCAB_SIZE
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": END_OF_TURN,
-    "pad_token_id": 0,
-}
 _ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 6}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-}
-_INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+_INDEXED = LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -111,7 +86,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0] * 2}),
     "glm4": ("glm4", {"head_dim": 8}),
     "granite": ("granite", {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}),
-    "deepseek_v3": ("deepseek_v3", _LATENT | {"first_k_dense_replace": 2}),
+    "deepseek_v3": ("deepseek_v3", LATENT | {"first_k_dense_replace": 2}),
     "gpt_neox": ("gpt_neox", {}),
     "jamba": (
         "jamba",
@@ -176,7 +151,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_config(name: str, **changes: Any) -> Any:
     kind, own = ARCHITECTURES[name]
-    return CONFIG_MAPPING[kind](**_SHAPE | own | changes)
+    return CONFIG_MAPPING[kind](**SHAPE | own | changes)
 
 
 def build_model(name: str, **changes: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
@@ -21,7 +22,8 @@ _PIECES = ("\n", " ", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 VOCAB_SIZE = len(SPECIAL) + len(_PIECES)
 END_OF_TURN = SPECIAL.index("<|im_end|>")
 
-_SHAPE: dict[str, Any] = {
+# Of every family; whether the head is tied is then each one's own.
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -32,7 +34,21 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": END_OF_TURN,
     "pad_token_id": 0,
-    "tie_word_embeddings": False,
+}
+_SHAPE = SHAPE | {"tie_word_embeddings": False}
+# Latent attention, whose values are narrower than its keys, and experts.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
 }
 
 
@@ -172,7 +188,6 @@ def _qwen2_5_vl(**changes: Any) -> Any:
     """M-RoPE in sections, and a tied head that only the wrapper's own config mentions."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    text = {key: value for key, value in _SHAPE.items() if key != "tie_word_embeddings"}
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -182,7 +197,7 @@ def _qwen2_5_vl(**changes: Any) -> Any:
         "patch_size": 4,
     }
     config = Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": _MROPE} | changes,
+        text_config=SHAPE | {"rope_parameters": _MROPE} | changes,
         vision_config=vision,
         tie_word_embeddings=True,
     )
@@ -236,23 +251,9 @@ def _cohere(**changes: Any) -> Any:
 
 
 def _deepseek_v3(**changes: Any) -> Any:
-    """Latent attention, whose values are narrower than its keys, and experts."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    own = {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 2,
-    }
+    own = LATENT | {"first_k_dense_replace": 2}
     return DeepseekV3ForCausalLM(DeepseekV3Config(**_SHAPE | own | changes))
 
 
@@ -365,3 +366,8 @@ def tiny_target_dir(
     tiny_model(family, seed=seed, **changes).save_pretrained(directory)
     tiny_tokenizer(template).save_pretrained(directory)
     return directory
+
+
+def random_ids(*shape: int, seed: int = 1) -> Tensor:
+    """Token ids `shape` without the special ones."""
+    return torch.randint(4, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))

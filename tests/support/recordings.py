@@ -238,3 +238,8 @@ def recording_rows(
 def write(path: Path, text: str | bytes) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Every line of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -20,6 +20,7 @@ from draftline.config.schema import Config
 
 # The module that looks up `interrupts`; the one line to change when that moves.
 from draftline.train import loop as program
+from tests.support.recordings import read_rows
 
 WAIT_S = 300.0
 _WORDS = (
@@ -106,11 +107,11 @@ def assert_same(left: Path, right: Path, *, most: float = 0.0) -> None:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(run_dir / "metrics.jsonl")
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return read_rows(run_dir / "events.jsonl")
 
 
 def before(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,12 +17,13 @@ from draftline.choices import Choices
 from draftline.data.batches import derive_table
 from draftline.data.packing import Pack, build_pack
 from draftline.data.store import Sample
-from draftline.decode.session import DecodeSession
+from draftline.decode.propose import DraftModel
+from draftline.decode.session import Decoded, DecodeSession
 from draftline.model.drafter.backbone import Drafter, DrafterShape
 from draftline.model.drafter.losses import LossSpec
 from draftline.model.target.target import Target
 from draftline.runtime.compile.gate import CompileGate
-from draftline.train.features.forwards import TargetForwards
+from draftline.train.features.forwards import Capture, TargetForwards
 from draftline.train.step.optim import OptimizerSpec
 from draftline.train.step.pack_tensors import PackTensors
 from draftline.train.step.step import StepKernels, StepSpec, TrainStep, compile_kernels
@@ -88,10 +91,11 @@ def build_target(
     taps: Sequence[int] = (0, 2),
     stop: Sequence[int] = (STOP,),
     dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
     **model: Any,
 ) -> Target:
     built = build_model(**model)
-    target = Target(built.to(dtype), TinyTokenizer(built.config.vocab_size), taps=taps)
+    target = Target(built.to(device, dtype), TinyTokenizer(built.config.vocab_size), taps=taps)
     target.stop_ids = tuple(stop)
     return target
 
@@ -140,20 +144,37 @@ def build_samples(
     ]
 
 
-def pack_tensors(
-    target: Target, samples: Sequence[Sample], budget: int, block: int, *, soft: bool = False
-) -> PackTensors:
-    """All samples in one pack with the target's features, and its last hidden states if `soft`."""
+def whole_pack(samples: Sequence[Sample]) -> Pack:
+    """All samples in one pack."""
+    return Pack(tuple(range(len(samples))), sum(len(s.input_ids) for s in samples))
+
+
+def build_forwards(
+    target: Target,
+    samples: Sequence[Sample],
+    budget: int,
+    *,
+    soft: bool = False,
+    capture: Capture = "never",
+) -> TargetForwards:
+    """The forwards of one worker for packs of these samples."""
     lengths = [len(s.input_ids) for s in samples]
-    pack = Pack(tuple(range(len(samples))), sum(lengths))
-    forwards = TargetForwards(
+    return TargetForwards(
         target,
         derive_table(lengths, batch_tokens=budget, most_rows=8, pack_members_hint=8),
         last_hidden=soft,
         token_budget=budget,
-        capture="never",
+        capture=capture,
         choices=Choices(),
     )
+
+
+def pack_tensors(
+    target: Target, samples: Sequence[Sample], budget: int, block: int, *, soft: bool = False
+) -> PackTensors:
+    """All samples in one pack with the target's features, and its last hidden states if `soft`."""
+    pack = whole_pack(samples)
+    forwards = build_forwards(target, samples, budget, soft=soft)
     forwards.run(samples, pack)
     return PackTensors.build(build_pack(samples, pack, budget, block), forwards.row)
 
@@ -212,6 +233,21 @@ def build_step(
     )
 
 
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
+    new: int,
+    *,
+    token_ids: Tensor | None = None,
+) -> Decoded:
+    """Greedy decoding of all prompts in one batch, plain without a drafter."""
+    draft = None if drafter is None else DraftModel(drafter, token_ids)
+    block = 1 if drafter is None else drafter.shape.block_size
+    slots = max(map(len, prompts)) + new + block
+    return DecodeSession(target, draft, rows=len(prompts), slots=slots).decode(prompts, new)
+
+
 def teach(
     target: Target,
     drafter: Drafter,
@@ -221,10 +257,8 @@ def teach(
     steps: int = 60,
 ) -> Drafter:
     """`drafter` trained on the target's own greedy continuations, so that much is accepted."""
-    longest = max(map(len, prompts))
-    decoder = DecodeSession(target, None, rows=len(prompts), slots=longest + new + 1)
     samples = []
-    for prompt, tokens in zip(prompts, decoder.decode(prompts, new).tokens, strict=True):
+    for prompt, tokens in zip(prompts, decode(target, None, prompts, new).tokens, strict=True):
         ids = np.array(prompt + tokens, np.int32)
         samples.append(Sample("", ids, np.arange(len(ids)) >= len(prompt), False))
     budget = sum(len(s.input_ids) for s in samples)
@@ -233,6 +267,24 @@ def teach(
     for number in range(steps):
         step(pack, number)
     return drafter.requires_grad_(False)
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    """Whether both hold the same tensors to the last bit."""
+    assert one.keys() == two.keys()
+    return all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def refuse_system_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's template is one that takes no system turn at the beginning."""
+    plain = TinyTokenizer.apply_chat_template
+
+    def strict(self: TinyTokenizer, turns: list[dict[str, str]], **rest: Any) -> str:
+        if turns[0]["role"] == "system":
+            raise TemplateError("System role not supported")
+        return plain(self, turns, **rest)
+
+    monkeypatch.setattr(TinyTokenizer, "apply_chat_template", strict)
 
 
 def chi_square_p(observed: Tensor, expected: Tensor) -> float:

@@ -1,13 +1,11 @@
 """`draftline train` in processes of its own: how it fails, and how it is interrupted.
 
-All of them start together, because starting is what takes the time; each waits for its test.
+All of them start together; each waits for its test.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
 from draftline.train.loop import train
+from tests.support.forked import Forked
 from tests.support.runs import (
     WAIT_S,
     assert_same,
@@ -66,13 +65,12 @@ class Process:
     """One command and its run directory."""
 
     run: Path
-    child: subprocess.Popen[str]
+    child: Forked
 
     def line(self) -> str:
-        assert self.child.stdout is not None
-        return self.child.stdout.readline().strip()
+        return self.child.line(WAIT_S)
 
-    def end(self) -> tuple[int, str, str]:
+    def end(self) -> tuple[int | None, str, str]:
         """Exit code, output and errors."""
         out, err = self.child.communicate(timeout=WAIT_S)
         return self.child.returncode, out, err
@@ -105,18 +103,11 @@ def processes(folder: Path, target_dir: Callable[[str], Path]) -> Iterator[dict[
         )
         file = folder / f"{mode}.yaml"
         file.write_text(config.to_yaml())
-        child = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, mode, "train", str(file), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
+        child = Forked(SCRIPT, mode, "train", str(file), *options, env=environment())
         made[mode] = Process(folder / mode, child)
     yield made
     for process in made.values():
         process.child.kill()
-        process.child.wait()
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
 from draftline.config.schema import Config
 from draftline.train.loop import train
+from tests.support.forked import Forked
 from tests.support.runs import (
     assert_same,
     configured,
@@ -82,10 +83,10 @@ def one_machine(config: Callable[..., Config]) -> Path:
 @pytest.fixture
 def machines(
     folder: Path, config: Callable[..., Config]
-) -> Callable[..., list[tuple[int, str, str]]]:
+) -> Callable[..., list[tuple[int | None, str, str]]]:
     """Exit code, output and errors of two processes without torchrun, by rank."""
 
-    def start(name: str, *options: str, **variables: str) -> list[tuple[int, str, str]]:
+    def start(name: str, *options: str, **variables: str) -> list[tuple[int | None, str, str]]:
         file = folder / f"{name}.yaml"
         file.write_text(config(name).to_yaml())
         with socket.socket() as listener:
@@ -93,12 +94,12 @@ def machines(
             port = listener.getsockname()[1]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2}
         processes = [
-            subprocess.Popen(
-                [sys.executable, str(folder / "machine.py"), "train", str(file), *options],
+            Forked(
+                SCRIPT,
+                "train",
+                str(file),
+                *options,
                 env=environment(RANK=rank, **address, **variables),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
             )
             for rank in range(2)
         ]
@@ -150,7 +151,7 @@ def test_two_machines_train_what_one_does_bit_for_bit(
 def test_a_failure_ends_the_other_machine_and_is_named_there(
     folder: Path,
     config: Callable[..., Config],
-    machines: Callable[..., list[tuple[int, str, str]]],
+    machines: Callable[..., list[tuple[int | None, str, str]]],
     one_machine: Path,
 ) -> None:
     other, failed = machines("failed", FAULT="error")
@@ -166,7 +167,7 @@ def test_a_failure_ends_the_other_machine_and_is_named_there(
 
 def test_ctrl_c_on_one_machine_stops_all_at_one_step_and_all_continue(
     folder: Path,
-    machines: Callable[..., list[tuple[int, str, str]]],
+    machines: Callable[..., list[tuple[int | None, str, str]]],
     one_machine: Path,
 ) -> None:
     first = machines("stopped", FAULT="interrupt")

@@ -198,7 +198,7 @@ def test_a_drafter_deeper_than_its_target_aligns_the_last_layers() -> None:
         theirs = of.layers[index - 2].mlp.up_proj.weight
         assert torch.equal(drafter.layers[index].mlp.up_proj.weight, theirs)
     # Nine tensors a Llama layer, the drafter's two head norms have no counterpart.
-    assert choices.entries[0].got == f"{6 * 9 + 1} of {8 * 11 + 1} tensors copied"
+    assert choices.entries[0].got.startswith(f"{6 * 9 + 1} of {8 * 11 + 1}")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_last_unused_special_token_is_the_last_resort() -> None:
     assert choose(target_with(later, VOCAB_SIZE + 1))[0] == VOCAB_SIZE
     used = UNUSED.copy()
     used[SPARE] = 3
-    with pytest.raises(ConfigError, match=rf"no unused .* set an id of 0..{VOCAB_SIZE - 1}"):
+    with pytest.raises(ConfigError, match=rf"no unused .*0..{VOCAB_SIZE - 1}"):
         choose(target, used=used)
     with pytest.raises(ConfigError, match="no unused"):
         choose(target_with(tiny_tokenizer(), stop=(2, SPARE)))
@@ -165,5 +165,5 @@ def test_a_loaded_mask_row_that_says_nothing_is_refused(value: float) -> None:
     embedding = torch.ones(6, 4)
     check_mask_row(embedding, 5)
     embedding[5] = value
-    with pytest.raises(ConfigError, match=r"mask_token_id=5 is an embedding row of zeros.*0\.\.5"):
+    with pytest.raises(ConfigError, match=r"mask_token_id=5.*zeros.*0\.\.5"):
         check_mask_row(embedding, 5)

@@ -18,29 +18,14 @@ from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.target.checkpoint_files import read_stored
 from draftline.model.target.facts import read_facts
-from draftline.model.target.target import Target, load_target
+from draftline.model.target.target import load_target
 from tests.support.fakes import FAMILIES, VOCAB_SIZE, tiny_model, tiny_target_dir, tiny_tokenizer
+from tests.support.loading import TAPS, load, refusal
 from tests.support.quantise import edit_config, edit_tensors
 
 CPU = torch.device("cpu")
-TAPS = (0, 2, 3)
 WRAPPERS = ("gemma3_with_vision", "qwen3_vl", "qwen2_5_vl", "mistral3", "llava")
 Edit = Callable[[Path], object]
-
-
-def load(path: Path, **options: Any) -> Target:
-    return load_target(str(path), device=CPU, taps=TAPS, **options)
-
-
-def refusal(path: Path) -> str:
-    """Why `path` is refused, which a plan says as loading does."""
-    with pytest.raises(TargetError) as planned:
-        read_facts(str(path), taps=TAPS)
-    with pytest.raises(TargetError) as loaded:
-        load(path)
-    assert str(planned.value) == str(loaded.value)
-    assert str(path) in str(planned.value)
-    return str(planned.value)
 
 
 # Wrappers of language models
@@ -309,7 +294,7 @@ def test_a_tensor_of_the_language_model_that_stays_unread_is_refused(
 ) -> None:
     path = tiny_target_dir(tmp_path)
     add(name)(path)
-    assert f"1 tensor of the checkpoint would stay unread, first {name}: Llama" in refusal(path)
+    assert f"first {name}: Llama" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +358,7 @@ def test_a_config_that_is_another_models_is_refused(
 
 def test_a_tokenizer_that_is_another_models_is_refused(tmp_path: Path) -> None:
     path = tiny_target_dir(tmp_path, vocab_size=VOCAB_SIZE - 1)
-    assert f"has {VOCAB_SIZE} words and the model {VOCAB_SIZE - 1} embedding rows" in refusal(path)
+    assert f"{VOCAB_SIZE - 1} embedding rows" in refusal(path)
 
 
 def test_an_added_token_behind_the_embedding_refuses_no_target(tmp_path: Path) -> None:

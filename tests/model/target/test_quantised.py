@@ -14,8 +14,8 @@ from torch import Tensor
 from draftline.choices import Choices
 from draftline.errors import TargetError
 from draftline.model.target.facts import read_facts
-from draftline.model.target.target import Target, load_target
 from tests.support.fakes import VOCAB_SIZE, tiny_target_dir
+from tests.support.loading import TAPS, load, refusal
 from tests.support.quantise import (
     Quantise,
     awq,
@@ -27,24 +27,8 @@ from tests.support.quantise import (
 )
 
 CPU = torch.device("cpu")
-TAPS = (0, 2, 3)
 IDS = torch.randint(4, VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(1))
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
-
-
-def load(path: Path, **options: Any) -> Target:
-    return load_target(str(path), device=CPU, taps=TAPS, **options)
-
-
-def refusal(path: Path) -> str:
-    """Why `path` is refused, which a plan says as loading does."""
-    with pytest.raises(TargetError) as planned:
-        read_facts(str(path), taps=TAPS)
-    with pytest.raises(TargetError) as loaded:
-        load(path)
-    assert str(planned.value) == str(loaded.value)
-    assert str(planned.value).startswith(f"target.path={path}")
-    return str(planned.value)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +84,7 @@ def test_scales_of_modelopt_are_not_dropped(tmp_path: Path) -> None:
     """As reported: float8 weights, one scale each, and no quantiser of transformers for them."""
     config = {"quant_method": "modelopt", "quant_algo": "FP8"}
     _, packed = quantised_pair(tmp_path, "llama", fp8("weight_scale"), config)
-    assert "(quant_method modelopt, FP8), which transformers does not read" in refusal(packed)
+    assert "(quant_method modelopt, FP8)" in refusal(packed)
     tree = json.loads((packed / "config.json").read_text())
     del tree["quantization_config"]
     # The same checkpoint as its exporter writes it: the config alone says nothing.
@@ -213,7 +197,7 @@ def test_blocks_that_do_not_divide_a_weight_are_refused(tmp_path: Path) -> None:
     _, packed = quantised_pair(tmp_path, "llama", fp8("weight_scale_inv", block=16), config)
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     edit_tensors(packed, lambda tensors: tensors | {name: torch.ones(5, 2)})
-    assert "does not divide into the blocks of its scales [5, 2]" in refusal(packed)
+    assert "blocks of its scales [5, 2]" in refusal(packed)
 
 
 @pytest.fixture

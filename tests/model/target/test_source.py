@@ -224,7 +224,7 @@ def test_a_cut_download_is_a_target_error(tmp_path: Path) -> None:
 
 def test_metadata_that_transformers_misses_is_a_target_error(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=ROWS), bos=None)
-    with pytest.raises(TargetError, match=rf"{path} could not be read as a model: .*bos_token_id"):
+    with pytest.raises(TargetError, match=rf"{path} .*bos_token_id"):
         resolve_target(str(path))
 
 
@@ -260,13 +260,13 @@ def test_a_missing_embedded_target_names_the_wheel(monkeypatch: pytest.MonkeyPat
 def test_directories_and_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "home" / "model"
     saved.mkdir(parents=True)
-    with pytest.raises(TargetError, match=rf"{saved}: the directory has no config.json"):
+    with pytest.raises(TargetError, match=rf"{saved}: .*config.json"):
         resolve_target(str(saved))
     (saved / "config.json").write_text("{}")
     assert resolve_target(str(saved)) == str(saved)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert resolve_target("~/model") == str(saved)
-    with pytest.raises(TargetError, match=r"config.json is a file; give its directory"):
+    with pytest.raises(TargetError, match=r"config.json is a file"):
         resolve_target(str(saved / "config.json"))
 
 

@@ -4,12 +4,12 @@ of its own, because what the first two do to a process cannot be undone."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.support.forked import Forked
+from tests.support.runs import environment
 
 RACE = Path(__file__).with_name("race.py")
 FLAG = "RuntimeError: Detected that you are using FX to symbolically trace a dynamo-optimized"
@@ -18,16 +18,17 @@ PATCH = "NameError: module is not installed as a submodule"
 
 @cache
 def raced(mode: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(RACE), mode],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
+    script = (
+        f"import runpy, sys; sys.path.insert(0, {str(RACE.parent)!r})\n"
+        f"runpy.run_path({str(RACE)!r}, run_name='__main__')"
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    done = Forked(script, mode, env=environment())
+    try:
+        out, err = done.communicate(timeout=180)
+    finally:
+        done.kill()
+    assert done.returncode == 0, err[-4000:]
+    report: dict[str, Any] = json.loads(out)
     return report
 
 

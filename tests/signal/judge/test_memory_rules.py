@@ -7,10 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from draftline.signal.judge.evidence import Evidence, gather
-from draftline.signal.judge.findings import find_causes
 from draftline.signal.judge.memory_rules import leak
 from tests.support.faulty_runs import MARKS, STEPS
+from tests.support.judged import causes, seen, sentence
 from tests.support.traces import (
     CONTEXT_MIB,
     FLOOR_MIB,
@@ -24,18 +23,6 @@ from tests.support.traces import (
 )
 
 AT = np.arange(STEPS)
-
-
-def seen(trace: Trace) -> Evidence:
-    return gather(trace)[0]
-
-
-def causes(trace: Trace) -> list[str]:
-    return [cause.cause for cause in find_causes(seen(trace))]
-
-
-def sentence(trace: Trace) -> str:
-    return find_causes(seen(trace))[0].evidence
 
 
 def figure(text: str, pattern: str) -> float:

@@ -12,7 +12,6 @@ import pytest
 from draftline.signal.judge.cause import CAUSES, because, last_text
 from draftline.signal.judge.cause import FAULTS as FAULT_NAMES
 from draftline.signal.judge.compiler_rules import COMPILER_RULES, compile_storm, recompiling
-from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.findings import find_causes
 from draftline.signal.judge.memory_rules import (
     allocator_retries,
@@ -24,6 +23,7 @@ from draftline.signal.judge.memory_rules import (
 )
 from draftline.signal.trace import TOTALS, Event
 from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS, STEPS
+from tests.support.judged import causes, seen, sentence
 from tests.support.traces import (
     COMPILED,
     CONTEXT_MIB,
@@ -58,18 +58,6 @@ ALSO = {
     "retries": {"cache_flush"},
 }
 AT = np.arange(STEPS)
-
-
-def seen(trace: Trace) -> Evidence:
-    return gather(trace)[0]
-
-
-def causes(trace: Trace) -> list[str]:
-    return [cause.cause for cause in find_causes(seen(trace))]
-
-
-def sentence(trace: Trace) -> str:
-    return find_causes(seen(trace))[0].evidence
 
 
 PAIRS = [(name, rule) for name in FAULTS for rule in RULES]

@@ -14,6 +14,7 @@ from draftline.signal.judge.shape import SHAPES
 from draftline.signal.judge.verdict import Verdict, judge, report_lines
 from draftline.signal.trace import join
 from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS
+from tests.support.judged import first
 from tests.support.traces import (
     EAGER,
     RESERVED_MIB,
@@ -27,10 +28,6 @@ from tests.support.traces import (
 )
 
 ALL = {name: build for name, (_, _, build) in FAULTS.items()} | HEALTHY
-
-
-def first(trace: Trace) -> str:
-    return judge(trace).devices[0].causes[0].cause
 
 
 def assert_sound(verdict: Verdict) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from draftline.signal.judge.verdict import judge
 from draftline.signal.trace import join
 from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS
+from tests.support.judged import first
 from tests.support.traces import Event, Trace, raised, renamed, resampled, run, shifted
 
 ALL = {name: build for name, (_, _, build) in FAULTS.items()} | HEALTHY
@@ -23,10 +24,6 @@ def found(trace: Trace) -> list[tuple[str, str, list[tuple[str, str]]]]:
         (d.device, d.shape, [(c.cause, c.confidence) for c in d.causes])
         for d in judge(trace).devices
     ]
-
-
-def first(trace: Trace) -> str:
-    return judge(trace).devices[0].causes[0].cause
 
 
 @pytest.mark.parametrize("name", ALL)

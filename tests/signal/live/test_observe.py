@@ -1,7 +1,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from draftline.signal.live.observe import Observer
 from draftline.signal.live.processes import Identity
 from draftline.signal.recorder.nvml import Device, Reading
 from draftline.signal.recorder.record import Recorder
+from tests.support.timing import until
 
 ME, STRANGER = 100, 500
 MIB = 2**20
@@ -44,14 +45,6 @@ def proc(tmp_path: Path) -> Path:
         (folder / str(pid) / "stat").write_text(f"{pid} (python) S 1 {zeros} 100 0\n")
         (folder / str(pid) / "cmdline").write_bytes(b"/usr/bin/py\x1b[2Jthon\0other.py\0")
     return folder
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for another thread's work, however long it takes; only a hang fails."""
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 def outlets(folder: Path) -> Outlets:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 from io import FileIO
@@ -15,10 +14,7 @@ import pytest
 from draftline.errors import ConfigError
 from draftline.signal.recorder import lines
 from draftline.signal.recorder.lines import LineFile
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.support.recordings import read_rows
 
 
 def test_lines_are_written_by_flush_and_appended_by_the_next_run(tmp_path: Path) -> None:
@@ -26,12 +22,12 @@ def test_lines_are_written_by_flush_and_appended_by_the_next_run(tmp_path: Path)
     for run in range(2):
         file = LineFile(path)
         file.add({"run": run, "text": "ü\n", "odd": Path("x")})
-        assert len(read(path)) == 2 * run
+        assert len(read_rows(path)) == 2 * run
         file.flush()
         file.add({"run": run})
         file.close()
-    assert [line["run"] for line in read(path)] == [0, 0, 1, 1]
-    assert read(path)[0] == {"run": 0, "text": "ü\n", "odd": "x"}
+    assert [line["run"] for line in read_rows(path)] == [0, 0, 1, 1]
+    assert read_rows(path)[0] == {"run": 0, "text": "ü\n", "odd": "x"}
 
 
 @pytest.mark.parametrize("bad", ["folder", "below a file"])
@@ -84,7 +80,7 @@ def test_lines_that_nobody_writes_out_do_not_pile_up(
     for number in range(5):
         file.add({"n": number})
     file.close()
-    assert [line["n"] for line in read(file.path)] == [2, 3, 4]
+    assert [line["n"] for line in read_rows(file.path)] == [2, 3, 4]
     assert file.lost == 2
 
 
@@ -94,8 +90,8 @@ def test_a_second_writer_gets_a_file_of_its_own(tmp_path: Path) -> None:
     for file, text in ((first, "a"), (second, "b")):
         file.add({"text": text})
         file.close()
-    assert read(first.path) == [{"text": "a"}]
-    assert read(second.path) == [{"text": "b"}]
+    assert read_rows(first.path) == [{"text": "a"}]
+    assert read_rows(second.path) == [{"text": "b"}]
     again = LineFile(tmp_path / "signal.jsonl")  # free again
     assert again.path == first.path
     again.close()
@@ -124,4 +120,4 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
         os._exit(0 if not file.mine else 1)
     assert os.waitpid(child, 0)[1] == 0
     file.close()
-    assert read(file.path) == [{"from": "parent"}]
+    assert read_rows(file.path) == [{"from": "parent"}]

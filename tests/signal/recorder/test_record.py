@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -24,6 +23,7 @@ from draftline.signal.recorder.session import SESSION
 from draftline.signal.trace import TOTALS, Event
 from tests.support.fake_cuda import FakeCuda, idle, stats
 from tests.support.fake_nvml import GIB, FakeNvml, gpu
+from tests.support.recordings import read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(sys.modules, name)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read(path) if line["kind"] == kind]
+    return [line for line in read_rows(path) if line["kind"] == kind]
 
 
 def test_a_program_without_a_gpu(tmp_path: Path) -> None:
@@ -52,7 +48,7 @@ def test_a_program_without_a_gpu(tmp_path: Path) -> None:
         recorder.mark_step(7)
         recorder.mark_step()
         recorder.event("capture", "one graph", seconds=0.5)
-    start, phase, *steps, event = read(tmp_path / "signal.jsonl")
+    start, phase, *steps, event = read_rows(tmp_path / "signal.jsonl")
     assert (start["kind"], start["format"], start["program"]) == ("start", 1, "mine")
     assert (start["pid"], start["expects"], start["devices"]) == (os.getpid(), ["compiled"], {})
     assert start["facts"] == {"python": "3", "stance": None, "dynamo_disabled": None}
@@ -167,7 +163,7 @@ def test_each_device_in_use_has_a_line_of_every_step(
     assert (lines[2]["allocated_bytes"], lines[2]["reserved_bytes"]) == (50, 400)
     assert "peak_bytes" not in lines[0]
     assert "frames" not in lines[0]  # Dynamo was never used
-    start = read(tmp_path / "signal.jsonl")[0]
+    start = read_rows(tmp_path / "signal.jsonl")[0]
     assert {name: d["index"] for name, d in start["devices"].items()} == {"cuda:0": 3, "cuda:1": 1}
 
 
@@ -178,7 +174,7 @@ def test_devices_that_come_later_are_said_when_they_do(
     with Recorder(tmp_path / "signal.jsonl") as recorder:
         cuda.initialised = True
         recorder.mark_step()
-    start, facts, step = read(tmp_path / "signal.jsonl")
+    start, facts, step = read_rows(tmp_path / "signal.jsonl")
     assert (start["devices"], facts["kind"]) == ({}, "facts")
     assert facts["devices"]["cuda:0"]["name"] == "NVIDIA H200"
     assert step["device"] == "0"
@@ -260,7 +256,7 @@ def test_the_driver_is_asked_for_the_programs_devices_by_uuid(
     with Recorder(tmp_path / "signal.jsonl") as recorder:
         recorder.mark_step()
         recorder._sampler.tick(time.monotonic())
-    lines = read(tmp_path / "signal.jsonl")
+    lines = read_rows(tmp_path / "signal.jsonl")
     assert lines[0]["devices"]["cuda:0"]["index"] == 1
     assert lines[0]["devices"]["cuda:0"]["uuid"] == "GPU-mine"
     assert {line["device"] for line in lines if "device" in line} == {"1"}
@@ -321,7 +317,7 @@ def test_a_clock_that_is_set_moves_nothing(tmp_path: Path, monkeypatch: pytest.M
             recorder._journal.event(Event(time.time(), "compile"))
             recorder._sampled(reading(time_s=nvml.now_s()))
         trace = recorder.trace()
-    times = [line["time_s"] for line in read(tmp_path / "signal.jsonl")]
+    times = [line["time_s"] for line in read_rows(tmp_path / "signal.jsonl")]
     assert times == pytest.approx(sorted(times), abs=0.002)
     assert before_s - 1 < times[0] <= times[-1] < real() + 1
     assert (np.diff(trace.steps[0].time_s) >= 0).all()
@@ -334,7 +330,7 @@ def test_text_is_recorded_as_one_printable_line(tmp_path: Path) -> None:
         recorder.event("error", "one\n\ttwo\x07")
         trace = recorder.trace()
     assert trace.program is not None
-    start, phase, event = read(tmp_path / "signal.jsonl")
+    start, phase, event = read_rows(tmp_path / "signal.jsonl")
     assert start["program"] == trace.program.name == "a [2J b"
     assert [phase["phase"], event["text"]] == [e.text for e in trace.events]
     assert [e.text for e in trace.events] == ["ru [31mn", "one two"]
@@ -403,7 +399,7 @@ def test_it_begins_at_the_first_call_and_ends_once(tmp_path: Path) -> None:
     recorder.mark_step()
     recorder.phase("run")
     recorder.event("oom")
-    assert [line["kind"] for line in read(recorder.path)] == ["start", "step"]
+    assert [line["kind"] for line in read_rows(recorder.path)] == ["start", "step"]
     assert "signal-sampler" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -462,7 +458,7 @@ else:
 """
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr
-    kinds = [line["kind"] for line in read(tmp_path / "signal.jsonl")]
+    kinds = [line["kind"] for line in read_rows(tmp_path / "signal.jsonl")]
     assert kinds == ["start", "step", "step", "phase", "step"]
 
 
@@ -482,7 +478,7 @@ with signal.phase("evaluate"):
     assert "draftline" not in done.stderr.replace("from draftline", "")
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("signal-")
-    kinds = [line["kind"] for line in read(path)]
+    kinds = [line["kind"] for line in read_rows(path)]
     assert kinds == ["start", *["step"] * 4, "phase", "phase"]
 
 
@@ -609,5 +605,5 @@ def test_threads_that_step_first_at_once_share_one_recorder(
     signal.stop()
     assert errors == []
     (path,) = tmp_path.iterdir()
-    kinds = [line["kind"] for line in read(path)]
+    kinds = [line["kind"] for line in read_rows(path)]
     assert kinds == ["start", *["step"] * 4]

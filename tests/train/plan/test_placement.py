@@ -17,6 +17,7 @@ from draftline.errors import ConfigError, DeviceError
 from draftline.model.target.facts import TargetFacts, read_facts
 from draftline.runtime.devices import DeviceFacts, parse_devices
 from draftline.train.plan.placement import Placement, accumulation, device_type, place, target_spans
+from tests.support.gpu import gpus
 
 CPU = torch.device("cpu")
 EIGHT = parse_devices("8x141")
@@ -39,10 +40,6 @@ def facts(target_dir: Callable[[str], Path]) -> TargetFacts:
     return read_facts(str(target_dir("llama")), taps=(1, 2), device_type="cuda")
 
 
-def gpu(*indices: int) -> tuple[torch.device, ...]:
-    return tuple(torch.device("cuda", index) for index in indices)
-
-
 def put(
     facts: TargetFacts, available: Sequence[DeviceFacts], *overrides: str, **options: Any
 ) -> tuple[Placement, Choices]:
@@ -62,8 +59,8 @@ def weighted(facts: TargetFacts, target: float) -> TargetFacts:
 def test_one_device_takes_both(facts: TargetFacts) -> None:
     for available, overrides, device, why in (
         ((), (), CPU, "no CUDA device is visible"),
-        (EIGHT[:1], (), *gpu(0), "one GPU is visible"),
-        (EIGHT, ("run.device=cuda:3",), *gpu(3), "run.device=cuda:3"),
+        (EIGHT[:1], (), *gpus(0), "one GPU is visible"),
+        (EIGHT, ("run.device=cuda:3",), *gpus(3), "run.device=cuda:3"),
         (EIGHT, ("run.device=cpu",), CPU, "run.device=cpu"),
     ):
         placement, choices = put(facts, available, *overrides)
@@ -82,8 +79,8 @@ def test_gpus_are_split_so_that_neither_side_waits(
     facts: TargetFacts, ratio: float, targets: int, drafters: int
 ) -> None:
     placement, choices = put(weighted(facts, ratio), EIGHT)
-    assert placement.targets == tuple((device,) for device in gpu(*range(targets)))
-    assert placement.drafters == gpu(*range(targets, 8))
+    assert placement.targets == tuple((device,) for device in gpus(*range(targets)))
+    assert placement.drafters == gpus(*range(targets, 8))
     assert len(placement.drafters) == drafters
     assert placement.shared == ()
     assert placement.slots == (2,) * drafters
@@ -103,15 +100,15 @@ def test_packs_a_step_limit_the_drafters(facts: TargetFacts) -> None:
 def test_a_target_too_large_for_one_gpu_spans_several(facts: TargetFacts) -> None:
     large = replace(weighted(facts, 1.0), total_bytes=200 * 2**30)
     placement, _ = put(large, EIGHT)
-    assert placement.targets == (gpu(0, 1), gpu(2, 3))
-    assert placement.drafters == gpu(4, 5), "a third drafter would only wait"
+    assert placement.targets == (gpus(0, 1), gpus(2, 3))
+    assert placement.drafters == gpus(4, 5), "a third drafter would only wait"
     huge = replace(large, total_bytes=9000 * 2**30)
     placement, _ = put(huge, EIGHT)
-    assert placement.targets == (gpu(*range(7)),)
-    assert placement.drafters == gpu(7)
+    assert placement.targets == (gpus(*range(7)),)
+    assert placement.drafters == gpus(7)
     cached, _ = put(large, EIGHT[:5], "features.source=disk")
-    assert cached.targets == (gpu(0, 1), gpu(2, 3))
-    assert cached.drafters == gpu(0, 1, 2, 3, 4)
+    assert cached.targets == (gpus(0, 1), gpus(2, 3))
+    assert cached.drafters == gpus(0, 1, 2, 3, 4)
 
 
 def test_a_target_that_works_alone_spans_what_it_spans_in_training(facts: TargetFacts) -> None:
@@ -122,9 +119,9 @@ def test_a_target_that_works_alone_spans_what_it_spans_in_training(facts: Target
     ) -> tuple[torch.device, ...]:
         return target_spans(config(*overrides), available, lambda: of)
 
-    assert spans(EIGHT) == gpu(0, 1)
-    assert spans(EIGHT, of=facts) == gpu(0)
-    assert spans(EIGHT, "topology.targets=[cuda:2+cuda:3,cuda:4+cuda:5]", of=facts) == gpu(2, 3)
+    assert spans(EIGHT) == gpus(0, 1)
+    assert spans(EIGHT, of=facts) == gpus(0)
+    assert spans(EIGHT, "topology.targets=[cuda:2+cuda:3,cuda:4+cuda:5]", of=facts) == gpus(2, 3)
     # A single device may be another one here than in training, and one GPU needs no look at the target.
     assert spans(EIGHT[:1], "topology.targets=[cuda:5]") == spans(EIGHT[:1]) == spans(()) == ()
     with pytest.raises(DeviceError, match="cuda:1: no such GPU"):
@@ -134,8 +131,8 @@ def test_a_target_that_works_alone_spans_what_it_spans_in_training(facts: Target
 def test_cached_features_let_every_gpu_draft(facts: TargetFacts) -> None:
     for source in ("memory", "disk"):
         placement, choices = put(facts, EIGHT[:2], f"features.source={source}")
-        assert placement.targets == ((gpu(0)), (gpu(1)))
-        assert placement.drafters == placement.shared == gpu(0, 1)
+        assert placement.targets == ((gpus(0)), (gpus(1)))
+        assert placement.drafters == placement.shared == gpus(0, 1)
         assert placement.slots == (2, 2)
         assert f"features.source={source}" in choices.entries[0].reason
 
@@ -147,10 +144,10 @@ def test_named_devices_are_taken_as_they_are(facts: TargetFacts) -> None:
         "topology.targets=[cuda:0+cuda:1,cuda:2]",
         "topology.drafters=[cuda:2,cuda:5,cuda:5]",
     )
-    assert placement.targets == (gpu(0, 1), gpu(2))
-    assert placement.drafters == gpu(2, 5, 5)
-    assert placement.devices == gpu(0, 1, 2, 5)
-    assert placement.shared == gpu(2)
+    assert placement.targets == (gpus(0, 1), gpus(2))
+    assert placement.drafters == gpus(2, 5, 5)
+    assert placement.devices == gpus(0, 1, 2, 5)
+    assert placement.shared == gpus(2)
     assert placement.slots == (2, 2, 2)
     assert choices.entries == []
     text = "\n".join(placement.lines())
@@ -161,19 +158,19 @@ def test_named_devices_are_taken_as_they_are(facts: TargetFacts) -> None:
 
 def test_the_side_that_is_not_named_gets_the_rest(facts: TargetFacts) -> None:
     placement, choices = put(facts, EIGHT[:4], "topology.drafters=[cuda:1]")
-    assert placement.targets == ((gpu(0)), (gpu(2)), (gpu(3)))
+    assert placement.targets == ((gpus(0)), (gpus(2)), (gpus(3)))
     assert len(choices.entries) == 1
     placement, _ = put(facts, EIGHT[:4], "topology.targets=[cuda:1+cuda:2]")
-    assert placement.drafters == gpu(0, 3)
+    assert placement.drafters == gpus(0, 3)
     placement, _ = put(facts, EIGHT[:2], "topology.targets=[cuda:0,cuda:1]")
-    assert placement.drafters == gpu(0, 1)
+    assert placement.drafters == gpus(0, 1)
     placement, _ = put(facts, EIGHT, "topology.targets=[cuda:1]", "run.device=cuda:4")
-    assert placement.drafters == gpu(4)
+    assert placement.drafters == gpus(4)
     placement, _ = put(facts, EIGHT, "topology.drafters=[cpu,cpu]")
     assert (placement.targets, placement.drafters) == (((CPU,),), (CPU, CPU))
     large = replace(facts, total_bytes=200 * 2**30)
     placement, _ = put(large, EIGHT[:4], "topology.drafters=[cuda:3]")
-    assert placement.targets == (gpu(0, 1),)
+    assert placement.targets == (gpus(0, 1),)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +229,9 @@ def test_the_slowest_device_sets_the_pace() -> None:
     def placement(targets: Any, drafters: Any) -> Placement:
         return Placement(targets, drafters, (1,) * len(drafters))
 
-    assert placement((gpu(0),), gpu(0)).pack_time(3, 4) == 7, "they take turns"
-    assert placement((gpu(0),), gpu(1)).pack_time(3, 4) == 4
-    assert placement((gpu(0), gpu(1)), gpu(2)).pack_time(12, 4) == 6
-    assert placement((gpu(0), gpu(1)), gpu(0, 1)).pack_time(12, 4) == 8
-    assert placement((gpu(0, 1),), gpu(2)).pack_time(12, 4) == 12, "parts of a target wait"
-    assert placement((gpu(0),), gpu(1, 1)).pack_time(1, 4) == 4, "two drafters on one GPU"
+    assert placement((gpus(0),), gpus(0)).pack_time(3, 4) == 7, "they take turns"
+    assert placement((gpus(0),), gpus(1)).pack_time(3, 4) == 4
+    assert placement((gpus(0), gpus(1)), gpus(2)).pack_time(12, 4) == 6
+    assert placement((gpus(0), gpus(1)), gpus(0, 1)).pack_time(12, 4) == 8
+    assert placement((gpus(0, 1),), gpus(2)).pack_time(12, 4) == 12, "parts of a target wait"
+    assert placement((gpus(0),), gpus(1, 1)).pack_time(1, 4) == 4, "two drafters on one GPU"

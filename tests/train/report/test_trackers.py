@@ -19,6 +19,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from draftline.errors import ConfigError
 from draftline.runlog import RunLog
 from draftline.train.report.trackers import TerminalProgress, Trackers
+from tests.support.runs import events
+from tests.support.timing import Clock
 
 VALUES = {
     "loss": 2.5,
@@ -44,14 +46,6 @@ def test_metrics_are_written_everywhere(tmp_path: Path, capsys: pytest.CaptureFi
     shown = [x for x in capsys.readouterr().err.splitlines() if x.startswith("step ")]
     assert shown[-1].startswith("step 40/40  loss 2.500")
     assert "ETA 1.5 min" in shown[-1]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -143,10 +137,6 @@ def run(directory: Path, names: list[str]) -> list[int]:
             trackers.metrics(step, VALUES)
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
-
-
-def events(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])

@@ -96,7 +96,7 @@ def test_the_chain_is_greedy_decoding_round_by_round(
     if causal:
         drafter.head = CausalHead(made.hidden_size)
     # Half taught, so that rounds of every length occur; ends by a stop token and by the limit.
-    drafter = teach(target, drafter, PROMPTS[:3], new=NEW, steps=40)
+    drafter = teach(target, drafter, PROMPTS[:3], new=NEW, steps=20)
     decoder = DecodeSession(target, DraftModel(drafter, token_ids), rows=1, slots=80)
     samples, rounds = [], []
     for index, prompt in enumerate(PROMPTS):

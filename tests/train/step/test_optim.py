@@ -15,6 +15,7 @@ from draftline.train.step.optim import (
     build_mixed_update,
     learning_rate,
 )
+from tests.support.tiny import equal
 
 TOTAL = 12
 SETTINGS: dict[str, Any] = {
@@ -71,11 +72,6 @@ def flat(optimizer: MasterAdamW) -> dict[str, Tensor]:
     """Everything that an update may change."""
     state = {**optimizer.buffers(), "working": optimizer.working, "count": optimizer.step_count}
     return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    assert one.keys() == two.keys()
-    return all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
 def rate(step: int, total: int, warmup_ratio: float, floor: float) -> float:

@@ -30,6 +30,7 @@ from tests.support.tiny import (
     build_shape,
     build_step,
     build_target,
+    equal,
     pack_tensors,
     step_spec,
 )
@@ -85,11 +86,6 @@ def state(step: TrainStep) -> dict[str, Tensor]:
     if optimizer.grad is not None:
         found["grad"] = optimizer.grad
     return {name: tensor.clone() for name, tensor in found.items()}
-
-
-def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    assert one.keys() == two.keys()
-    return all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
 def watched(step: TrainStep, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Anchors, LossResult]]:
