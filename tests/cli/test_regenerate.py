@@ -105,7 +105,7 @@ def test_answers_that_a_cut_one_took_away_are_counted(
     target = target_dir("llama")
     code, text, err = run(path, "--out", out, "--target", target, "--max-new-tokens", 1)
     assert code == 0, err
-    assert [len(r["generated"]) for r in rows(out)] == [1, 1, 1]
+    assert [len(r["generated"]) for r in read_rows(out)] == [1, 1, 1]
     assert "6 later answers not asked for, because an earlier one was cut" in text
     assert "raise --max-new-tokens" in text
 
