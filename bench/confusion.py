@@ -23,7 +23,7 @@ from typing import Any
 
 from fault_corpus import unpack
 
-from draftline.runlog import provenance
+from draftline.environment import provenance
 from draftline.signal.judge.cause import CAUSES, FAULTS
 from draftline.signal.judge.shape import SHAPES
 from draftline.signal.judge.verdict import judge

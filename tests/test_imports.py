@@ -21,11 +21,10 @@ _SIGNAL_GROUND = tuple(
         "guards",
         "recorder.clock",
         "recorder.nvml",
-        "environment",
     )
 )
 # Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
-_GROUND = {"errors", "choices", "config", "files", "locks", "progress", "runlog"}
+_GROUND = {"errors", "environment", "choices", "config", "files", "locks", "progress", "runlog"}
 _PARTS = _GROUND | {"runtime", "data", "model", "model.target", "model.drafter", "checkpoint"}
 _SIGNAL = {"signal", *_SIGNAL_GROUND, *(f"signal.{r}" for r in ("recorder", "readers", "judge"))}
 _TRAIN = {
@@ -35,6 +34,7 @@ _TRAIN = {
 ALLOWED: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
+    "environment": set(),
     "files": set(),
     "progress": set(),
     "choices": {"errors"},
@@ -42,10 +42,17 @@ ALLOWED: dict[str, set[str]] = {
     "runlog": {"errors"},
     "config": {"errors"},
     **{noun: {"errors", *_SIGNAL_GROUND[:place]} for place, noun in enumerate(_SIGNAL_GROUND)},
-    "signal.recorder": {"errors", *_SIGNAL_GROUND},
+    "signal.recorder": {"errors", "environment", *_SIGNAL_GROUND},
     "signal.readers": {"errors", *_SIGNAL_GROUND},
     "signal.judge": {"errors", *_SIGNAL_GROUND},
-    "signal.live": {"errors", "signal.recorder", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
+    "signal.live": {
+        "errors",
+        "environment",
+        "signal.recorder",
+        "signal.readers",
+        "signal.judge",
+        *_SIGNAL_GROUND,
+    },
     "signal.pages": {
         "errors",
         "files",
@@ -161,7 +168,16 @@ def loads_torch(*modules: str) -> bool:
 
 
 def test_what_needs_no_torch_does_not_load_it() -> None:
-    ground = ("errors", "config", "choices", "runlog", "data.conversations", "demo", "cli")
+    ground = (
+        "errors",
+        "environment",
+        "config",
+        "choices",
+        "runlog",
+        "data.conversations",
+        "demo",
+        "cli",
+    )
     ground += tuple(
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for path in sorted((PACKAGE / "signal").rglob("*.py"))

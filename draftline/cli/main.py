@@ -191,7 +191,8 @@ def evaluate_command(
             score_details,
             score_table,
         )
-        from draftline.runlog import provenance, write_atomic
+        from draftline.environment import provenance
+        from draftline.runlog import write_atomic
         from draftline.train.plan.inputs import open_target, settle_date, template_arguments
 
     if out is not None:

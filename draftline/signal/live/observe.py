@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from draftline.signal.environment import environment, variables
+from draftline.environment import environment, variables
 from draftline.signal.live.foreign import Outlets
 from draftline.signal.live.outlets import CompileLog
 from draftline.signal.live.ownership import USED_BYTES, Ownership
@@ -30,7 +30,7 @@ from draftline.signal.live.processes import (
 from draftline.signal.live.run_feed import event_of
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.recorder.journal import Journal
-from draftline.signal.recorder.nvml import Reading, Source, open_source
+from draftline.signal.recorder.nvml import Reading, Source, driver_facts, open_source
 from draftline.signal.recorder.sample import DeviceSampler
 from draftline.signal.trace import GIB, Event, Trace, join, one_line
 
@@ -83,7 +83,7 @@ class Observer:
 
     def start(self, program: str, environ: Mapping[str, str] | None) -> None:
         """Begins, with the program's command line and environment (None where it is not to be seen)."""
-        known = environment()
+        known = environment() | driver_facts()
         facts = {name: known[name] for name in _FACTS}
         facts["variables"] = None if environ is None else variables(environ)
         self._journal.start(program, (), {}, facts, pid=self.root.pid)

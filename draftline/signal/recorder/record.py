@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftline.environment import environment
 from draftline.errors import ConfigError
-from draftline.signal.environment import environment
 from draftline.signal.recorder import counters
 from draftline.signal.recorder.hooks import CompileHooks
 from draftline.signal.recorder.journal import Journal
 from draftline.signal.recorder.marks import Phase, Step, check_tokens
 from draftline.signal.recorder.naming import DeviceNames
-from draftline.signal.recorder.nvml import Reading
+from draftline.signal.recorder.nvml import Reading, driver_facts
 from draftline.signal.recorder.sample import DeviceSampler
 from draftline.signal.trace import EVENTS, TOTALS, Event, Trace
 
@@ -106,7 +106,7 @@ class Recorder:
                 return self
             self._facts = counters.facts()
             self._names.look()
-            facts = {**environment(), **self._facts}
+            facts = {**environment(), **driver_facts(), **self._facts}
             self._journal.start(self._program, self._expects, self._names.described, facts)
             self._started = True  # only now, since the start is a recording's first line
         self._sampler.start()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from draftline.checkpoint.store import CheckpointWriter
 from draftline.config.schema import Config
+from draftline.environment import provenance
 from draftline.errors import CheckpointError
-from draftline.runlog import RunLog, provenance
+from draftline.runlog import RunLog
 from draftline.train.features.feed import Position
 from draftline.train.plan.inputs import Inputs
 from draftline.train.save.snapshot import Snapshot
