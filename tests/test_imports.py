@@ -15,7 +15,7 @@ PACKAGE = Path(draftline.__file__).parent
 _SIGNAL_GROUND = tuple(
     f"signal.{noun}"
     for noun in (
-        "duration",
+        "words",
         "trace",
         "latest",
         "guards",

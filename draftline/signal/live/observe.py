@@ -33,16 +33,13 @@ from draftline.signal.recorder.journal import Journal
 from draftline.signal.recorder.nvml import Reading, Source, driver_facts, open_source
 from draftline.signal.recorder.sample import DeviceSampler
 from draftline.signal.trace import GIB, Event, Trace, join, one_line
+from draftline.signal.words import LOGGED
 
 _LOOK_S = 1.0  # how often processes and open files are looked at
 _BACKLOG_S = 60.0  # recorded of the time before a device was used
 _RECORDING = re.compile(r"signal(?:[-_.].*)?\.jsonl")
 # Of the machine; the program's own versions are not known from outside.
 _FACTS = ("kernel", "driver", "gpus", "cpus", "cpu_limit", "memory_bytes", "container")
-# What PyTorch's logs tell; the program's own recording has it once more.
-_LOGGED = frozenset(
-    {"compile", "recompile", "graph_break", "recompile_limit", "capture", "capture_skip"}
-)
 
 
 class Observer:
@@ -132,11 +129,12 @@ class Observer:
         """The events and what the program's own recordings add, written down."""
         # A program that records itself records its compiles too.
         for event in () if self._tails else events:
-            if event.kind in _LOGGED:
+            if event.kind in LOGGED:
                 self._journal.event(event)
         for tail in self._tails.values():
             told = filter(None, map(event_of, tail.poll()))
-            events += (e for e in told if self._compiles is None or e.kind not in _LOGGED)
+            # What PyTorch's logs tell the program's own recording has once more.
+            events += (e for e in told if self._compiles is None or e.kind not in LOGGED)
         self._journal.file.flush()
         return events
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import ConfigError
-from draftline.signal.duration import duration
 from draftline.signal.live.processes import PROC, began_s, identify
 from draftline.signal.readers.assemble import assemble
 from draftline.signal.readers.json_row import device, moment, number, process_id, words
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.trace import Event, Trace, one_line
+from draftline.signal.words import duration
 
 _SILENT_S = 5.0  # a process that is gone and wrote nothing for so long has ended
 # A process that may be another one (1 in every container) is given up after so long a silence.

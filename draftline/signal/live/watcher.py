@@ -7,19 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from draftline.signal.duration import duration
 from draftline.signal.judge.verdict import Verdict, judge
-from draftline.signal.live.alerts import Alerts
+from draftline.signal.live.alerts import VERDICT, Alerts
 from draftline.signal.live.view import WIDEST_ROW, View, device_rows, lines, plain, rate
-from draftline.signal.trace import EVENT_WORDS, Event, Trace
+from draftline.signal.trace import Event, Trace
+from draftline.signal.words import EVENTS, LOGGED, duration, event_title
 
 _JUDGE_S = 2.0
 _JUDGE_SHARE = 0.05  # of the time that judging may take
 _FAULT = 3  # a verdict's exit code for a fault, or memory that is not flat
 _WIDE = 2000  # a summary's lines are as long as they need to be
-# What the line about compiles counts.
-_COUNTED = ("compile", "recompile", "graph_break", "recompile_limit", "capture", "capture_skip")
-_WORST = ("error", "oom", "eager_flex", "recompile_limit", "storm", "recompile", "graph_break")
 
 
 class Feed(Protocol):
@@ -89,7 +86,7 @@ class Watch:
         self._judge_at_s = now_s + max(_JUDGE_S, spent_s / _JUDGE_SHARE)
         if self.verdict.verdict == "unknown" or _signature(before) == _signature(self.verdict):
             return []
-        return self.alerts.take(Event(now_s, "verdict", self.verdict.line))
+        return self.alerts.take(Event(now_s, VERDICT, self.verdict.line))
 
     @property
     def exit_code(self) -> int:
@@ -109,7 +106,7 @@ class Watch:
             compiles=self._compiles(now_s),
             verdict=self._state(),
             fault=self.exit_code == _FAULT,
-            alerts=tuple(a for a in self.alerts.latest if a.kind != "verdict"),
+            alerts=tuple(a for a in self.alerts.latest if a.kind != VERDICT),
             notes=tuple(self.feed.notes),
         )
 
@@ -117,8 +114,8 @@ class Watch:
         """The verdict in one line; where it has no device to judge, the worst that was told."""
         if self.verdict is None:
             return "no verdict yet"
-        known = self.alerts.known.values()
-        worst = next((a for kind in _WORST for a in known if a.kind == kind), None)
+        told = [a for a in self.alerts.known.values() if a.kind != VERDICT]
+        worst = max(told, key=lambda alert: EVENTS[alert.kind].badness, default=None)
         if self.verdict.devices or worst is None:
             return self.verdict.line
         return f"{self.verdict.line}; {worst.words}"
@@ -128,12 +125,12 @@ class Watch:
             f"compiling {name} for {duration(now_s - since_s)}"
             for name, since_s in self.feed.compiling()
         ]
-        for kind in _COUNTED:
+        for kind in LOGGED:
             if count := self._counts[kind]:
                 took = (
                     f" in {self._compile_s:.1f} s" if kind == "compile" and self._compile_s else ""
                 )
-                name = f"{EVENT_WORDS[kind]}{'s' if count > 1 else ''}"
+                name = f"{event_title(kind)}{'s' if count > 1 else ''}"
                 words.append(f"{count} {name}{took}")
         return ", ".join(words) or None
 
@@ -145,7 +142,7 @@ class Watch:
         ]
         shown[0] = f"{view.title}: {ended}"
         known = sorted(self.alerts.known.values(), key=lambda alert: alert.last_s)
-        return shown + [f"  {alert.line}" for alert in known if alert.kind != "verdict"]
+        return shown + [f"  {alert.line}" for alert in known if alert.kind != VERDICT]
 
 
 def _signature(verdict: Verdict | None) -> object:

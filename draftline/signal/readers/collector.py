@@ -28,7 +28,8 @@ from draftline.signal.readers.run_lines import (
 )
 from draftline.signal.readers.series import refuse_mixed
 from draftline.signal.readers.units import settle_steps
-from draftline.signal.trace import EVENTS, LEVELS, TOTALS, Event, Program
+from draftline.signal.trace import LEVELS, TOTALS, Event, Program
+from draftline.signal.words import EVENTS
 
 # A file is kept whole, but for absurd counts.
 _MOST_EVENTS = 200_000

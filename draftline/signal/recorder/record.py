@@ -23,7 +23,8 @@ from draftline.signal.recorder.marks import Phase, Step, check_tokens
 from draftline.signal.recorder.naming import DeviceNames
 from draftline.signal.recorder.nvml import Reading, driver_facts
 from draftline.signal.recorder.sample import DeviceSampler
-from draftline.signal.trace import EVENTS, TOTALS, Event, Trace
+from draftline.signal.trace import TOTALS, Event, Trace
+from draftline.signal.words import RECORDED
 
 log = logging.getLogger(__name__)
 
@@ -181,10 +182,9 @@ class Recorder:
     def event(
         self, kind: str, text: str = "", device: str | None = None, seconds: float | None = None
     ) -> None:
-        """Records something at this moment; `kind` is one of `trace.EVENTS`."""
-        if kind not in EVENTS or kind == "phase":
-            known = ", ".join(name for name in EVENTS if name != "phase")
-            raise ConfigError(f"event {kind!r}: known are {known}")
+        """Records something at this moment; `kind` is one of `words.RECORDED`."""
+        if kind not in RECORDED:
+            raise ConfigError(f"event {kind!r}: known are {', '.join(RECORDED)}")
         if self.start().live:
             self._journal.event(Event(time.time(), kind, text, device, seconds))
 
