@@ -19,6 +19,9 @@ _SIGNAL_GROUND = tuple(
         "trace",
         "latest",
         "guards",
+        "readers.clock",
+        "readers.json_row",
+        "draftline_run",
         "recorder.clock",
         "recorder.nvml",
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from draftline.environment import environment, variables
+from draftline.signal.draftline_run import Pace
 from draftline.signal.live.foreign import Outlets
 from draftline.signal.live.outlets import CompileLog
 from draftline.signal.live.ownership import USED_BYTES, Ownership
@@ -193,3 +194,36 @@ class Observer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class ObserverFeed:
+    """What `observer` sees, called `title`. `more_notes` are shown below the observer's own."""
+
+    behind = False  # it tells what is, not what was written
+
+    def __init__(self, observer: Observer, title: str) -> None:
+        self.title = title
+        self.pace = Pace()
+        self.more_notes: list[str] = []
+        self._observer = observer
+
+    @property
+    def no_devices(self) -> str:
+        reason = self._observer.unsampled
+        return "the program uses no GPU so far" if reason is None else f"not sampled: {reason}"
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._observer.notes, *self.more_notes]
+
+    def compiling(self) -> list[tuple[str, float]]:
+        return self._observer.compiling
+
+    def poll(self, now_s: float) -> list[Event]:
+        return self._observer.poll(now_s)
+
+    def trace(self) -> Trace:
+        return self._observer.trace()
+
+    def ended(self, _now_s: float) -> str | None:
+        return None if self._observer.alive else "the process has ended"

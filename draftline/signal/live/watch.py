@@ -14,8 +14,7 @@ from typing import TextIO
 
 from draftline.errors import ConfigError
 from draftline.signal.live.foreign import Command, Outlets, new_directory, prepare
-from draftline.signal.live.observe import Observer
-from draftline.signal.live.observer_feed import ObserverFeed
+from draftline.signal.live.observe import Observer, ObserverFeed
 from draftline.signal.live.processes import environ_of, identify, raw_command
 from draftline.signal.live.run_feed import RunFeed
 from draftline.signal.live.terminal import Screen, pick_screen, row_width

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+from draftline.signal.draftline_run import Pace
 from draftline.signal.judge.verdict import Verdict, judge
 from draftline.signal.live.alerts import VERDICT, Alerts
 from draftline.signal.live.view import WIDEST_ROW, View, device_rows, lines, plain, rate
@@ -22,7 +23,7 @@ _WIDE = 2000  # a summary's lines are as long as they need to be
 class Feed(Protocol):
     """Where a watcher's knowledge comes from."""
 
-    metrics: Mapping[str, Any]
+    pace: Pace
 
     @property
     def behind(self) -> bool: ...
@@ -102,7 +103,7 @@ class Watch:
             state=ended or f"watched for {duration(now_s - self._began_s)}",
             devices=device_rows(self._trace, shapes),
             no_devices=self.feed.no_devices,
-            rate=rate(self._trace, self.feed.metrics),
+            rate=rate(self._trace, self.feed.pace),
             compiles=self._compiles(now_s),
             verdict=self._state(),
             fault=self.exit_code == _FAULT,

@@ -7,6 +7,14 @@ import math
 from dataclasses import replace
 
 from draftline.signal import latest
+from draftline.signal.draftline_run import (
+    events_of,
+    failure_kind,
+    is_event,
+    is_metrics,
+    program_of,
+    steps_of,
+)
 from draftline.signal.readers.columns import unit_bytes
 from draftline.signal.readers.json_row import (
     Row,
@@ -19,13 +27,6 @@ from draftline.signal.readers.json_row import (
     words,
 )
 from draftline.signal.readers.rows import Part, StepRows
-from draftline.signal.readers.run_lines import (
-    events_of,
-    failure_kind,
-    is_event,
-    is_metrics,
-    steps_of,
-)
 from draftline.signal.readers.series import refuse_mixed
 from draftline.signal.readers.units import settle_steps
 from draftline.signal.trace import LEVELS, TOTALS, Event, Program
@@ -277,9 +278,8 @@ class Collector:
     def _add_run_event(self, row: Row) -> bool:
         self.part.is_log = True
         time_s = moment(row.get("time_s"))
-        if row["event"] == "start":
-            told = {key: value for key, value in row.items() if key not in ("time_s", "event")}
-            self._begin(time_s, Program(name="draftline train", facts=facts(told)))
+        if (program := program_of(row)) is not None:
+            self._begin(time_s, program)
         return all(self._event(time_s, kind, text) for kind, text in events_of(row))
 
     def _add_metrics(self, row: Row) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from draftline.errors import ConfigError
+from draftline.signal.draftline_run import EVENTS, METRICS, RECORDING, files_of, machines_of
 from draftline.signal.readers import collector, dmon, smi, smi_table, snapshot
 from draftline.signal.readers.assemble import assemble
 from draftline.signal.readers.columns import Header
@@ -24,9 +24,6 @@ FORMATS = (
     "directory, `nvidia-smi --query-gpu=... --format=csv` or --query-compute-apps, `nvidia-smi dmon` "
     "or pmon, plain `nvidia-smi` logged in a loop, a PyTorch memory snapshot; also as .gz or .xz"
 )
-# What is read of a directory. Each rank of a program may have a recording of its own.
-_OF_A_RUN = re.compile(r"(?:signal(?:[-_.].*)?|events|metrics)\.jsonl(?:\.gz|\.xz)?")
-_OF_A_MACHINE = re.compile(r"machine-\d+")
 _MOST_PATH, _MOST_NAMED = 1000, 8
 _HEAD_BYTES = 1 << 16
 _LOOKED_AT, _MOST_LOOKED_AT = 400, 1_000_000  # lines that tell the format
@@ -89,14 +86,13 @@ def _files_of(path: Path) -> list[Path]:
     if not is_directory:
         return [path]
     try:
-        found = [file for file in sorted(path.iterdir()) if _OF_A_RUN.fullmatch(file.name)]
         # A run that has just begun has its files, but nothing in them.
-        filled = [file for file in found if file.is_file() and file.stat().st_size]
+        filled = [file for file in files_of(path) if file.is_file() and file.stat().st_size]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if not filled:
         raise ConfigError(
-            f"{path} is a directory without signal.jsonl, events.jsonl and metrics.jsonl, or they are "
+            f"{path} is a directory without {RECORDING}, {EVENTS} and {METRICS}, or they are "
             f"empty; name a run directory or a file; what can be read: {FORMATS}"
         )
     return filled
@@ -110,12 +106,11 @@ def _shown(path: Path) -> str:
 def _other_machines(path: Path) -> list[str]:
     """What is to be said of the folders that a run directory has for its other machines."""
     try:
-        found = [one_line(f.name) for f in path.iterdir() if _OF_A_MACHINE.fullmatch(f.name)]
+        found = machines_of(path)
     except (OSError, ValueError):  # no directory, or what reading its files will say
         return []
     if not found:
         return []
-    found.sort(key=lambda name: (len(name), name))
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return [
         f"the run's other machines are not in this: diagnose {', '.join(found[:_MOST_NAMED])}{more} in "
