@@ -29,7 +29,11 @@ _SIGNAL_GROUND = tuple(
 # Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
 _GROUND = {"errors", "environment", "choices", "config", "files", "locks", "progress", "runlog"}
 _PARTS = _GROUND | {"runtime", "data", "model", "model.target", "model.drafter", "checkpoint"}
-_SIGNAL = {"signal", *_SIGNAL_GROUND, *(f"signal.{r}" for r in ("recorder", "readers", "judge"))}
+_SIGNAL = {
+    "signal",
+    *_SIGNAL_GROUND,
+    *(f"signal.{r}" for r in ("recorder", "readers", "judge", "monitor")),
+}
 _TRAIN = {
     "train",
     *(f"train.{r}" for r in ("features", "step", "plan", "save", "report", "pipeline")),
@@ -48,12 +52,14 @@ ALLOWED: dict[str, set[str]] = {
     "signal.recorder": {"errors", "environment", *_SIGNAL_GROUND},
     "signal.readers": {"errors", *_SIGNAL_GROUND},
     "signal.judge": {"errors", *_SIGNAL_GROUND},
+    "signal.monitor": {"signal.judge", *_SIGNAL_GROUND},
     "signal.live": {
         "errors",
         "environment",
         "signal.recorder",
         "signal.readers",
         "signal.judge",
+        "signal.monitor",
         *_SIGNAL_GROUND,
     },
     "signal.pages": {
@@ -64,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
         "signal.judge",
         *_SIGNAL_GROUND,
     },
-    "signal": {"signal.recorder", "signal.judge", *_SIGNAL_GROUND},
+    "signal": {"signal.recorder", "signal.judge", "signal.monitor", *_SIGNAL_GROUND},
     "runtime": _GROUND,
     "data": _GROUND,
     "model": _GROUND,

@@ -66,6 +66,11 @@ class Verdict:
         return "healthy" if all(d.causes[0].cause != "unknown" for d in used) else "flat"
 
     @property
+    def is_bad(self) -> bool:
+        """Whether there is a fault, or memory that is not flat."""
+        return self.verdict in ("fault", "not_flat")
+
+    @property
     def exit_code(self) -> int:
         """0: nothing is wrong with it; 3: not flat, or a fault; 4: it cannot be told."""
         return {"fault": 3, "not_flat": 3, "unknown": 4, "idle": 4}.get(self.verdict, 0)

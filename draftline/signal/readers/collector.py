@@ -122,8 +122,8 @@ class Collector:
         return row
 
     def _whole(self, row: Row) -> Row:
-        """The row with what it does not repeat of the line that it says it is like; without it where
-        that line is not the last of its kind and device."""
+        """The row with what it does not repeat of the line that it says it is like (recordings of
+        an earlier release have such); without it where that line is not the last of its kind and device."""
         kind, name = row.get("kind"), row.get("device")
         if not isinstance(kind, str) or not isinstance(name, str):
             return row

@@ -132,9 +132,8 @@ class Journal:
 
     def _add(self, line: Mapping[str, Any]) -> None:
         thinning = self._thinning.setdefault((line["kind"], line["device"]), Thinning())
-        told = thinning.take(line)
-        if told is not None:
-            self.file.add(told)
+        if thinning.take(line):
+            self.file.add(line)
 
     def trace(self) -> Trace:
         return self._recent.trace(str(self.file.path))
