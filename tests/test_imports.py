@@ -17,7 +17,6 @@ _SIGNAL_GROUND = tuple(
     for noun in (
         "words",
         "trace",
-        "latest",
         "guards",
         "readers.clock",
         "readers.json_row",
@@ -49,8 +48,8 @@ ALLOWED: dict[str, set[str]] = {
     "runlog": {"errors"},
     "config": {"errors"},
     **{noun: {"errors", *_SIGNAL_GROUND[:place]} for place, noun in enumerate(_SIGNAL_GROUND)},
-    "signal.recorder": {"errors", "environment", *_SIGNAL_GROUND},
     "signal.readers": {"errors", *_SIGNAL_GROUND},
+    "signal.recorder": {"errors", "environment", "signal.readers", *_SIGNAL_GROUND},
     "signal.judge": {"errors", *_SIGNAL_GROUND},
     "signal.monitor": {"signal.judge", *_SIGNAL_GROUND},
     "signal.live": {

@@ -6,7 +6,6 @@ import functools
 import math
 from dataclasses import replace
 
-from draftline.signal import latest
 from draftline.signal.draftline_run import (
     events_of,
     failure_kind,
@@ -110,7 +109,12 @@ class Collector:
         row = parse(line)
         if row is None:
             self._bad += 1
-            return None
+        else:
+            self.take(row)
+        return row
+
+    def take(self, row: Row) -> None:
+        """Takes the object of a line in."""
         self._watch_clock(moment(row.get("time_s", row.get("t"))))
         layout = _layout(row)
         if layout is None:
@@ -118,8 +122,7 @@ class Collector:
         elif not getattr(self, f"_add_{layout}")(self._whole(row)):
             self._bad += 1
         if self._live:
-            self._trim()
-        return row
+            self.part.trim()
 
     def _whole(self, row: Row) -> Row:
         """The row with what it does not repeat of the line that it says it is like (recordings of
@@ -325,15 +328,3 @@ class Collector:
             kind = next((known for known in EVENTS if known == kind), kind)
             self.part.events.append(Event(time_s, kind, text, name, seconds))
         return True
-
-    def _trim(self) -> None:
-        part = self.part
-        for steps in part.steps.values():
-            steps.trim(latest.STEPS)
-        for samples in part.devices.values():
-            samples.trim(latest.SAMPLES)
-        for lists in part.processes.values():
-            lists.trim(latest.SAMPLES)
-        if len(part.events) >= 2 * latest.EVENTS:
-            part.falls = []
-            part.events = latest.latest_events(part.events)

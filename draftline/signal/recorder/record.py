@@ -206,7 +206,7 @@ class Recorder:
         self.count("captures")
 
     def trace(self) -> Trace:
-        """What was recorded lately, for a live verdict: as much as `draftline.signal.latest` says."""
+        """What was recorded lately, for a live verdict: as much as `readers.rows` keeps."""
         return self._journal.trace()
 
     # What is recorded
