@@ -59,13 +59,8 @@ _PLACES = ("device_id", "gpu_id", "gpu_index", "local_rank", "rank")
 _KINDS = ("start", "facts", "device", "step", "event", "phase")
 
 
-def recognises(line: str) -> bool:
-    """Whether the line is an object that `Collector` takes."""
-    row = parse(line)
-    return row is not None and _layout(row) is not None
-
-
-def _layout(row: Row) -> str | None:
+def layout_of(row: Row) -> str | None:
+    """What kind of line `Collector` takes the row for; None where it is of none that is known."""
     kind = row.get("kind")
     if kind is not None:
         return kind if kind in _KINDS else None
@@ -116,7 +111,7 @@ class Collector:
     def take(self, row: Row) -> None:
         """Takes the object of a line in."""
         self._watch_clock(moment(row.get("time_s", row.get("t"))))
-        layout = _layout(row)
+        layout = layout_of(row)
         if layout is None:
             self._unknown += 1
         elif not getattr(self, f"_add_{layout}")(self._whole(row)):

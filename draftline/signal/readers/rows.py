@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from draftline.signal.readers.columns import Header
 from draftline.signal.trace import Event, Program, Snapshot
 from draftline.signal.words import EVENTS
 
@@ -164,6 +165,7 @@ class Part:
         default_factory=dict
     )  # bytes of a device, where not in its rows
     is_log: bool = False
+    header: Header | None = None  # of comma-separated rows
     notes: list[str] = field(default_factory=list)
 
     def times(self) -> list[array[float]]:
