@@ -183,7 +183,7 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
         "choices",
         "runlog",
         "data.conversations",
-        "demo",
+        "cli.demo",
         "cli",
     )
     ground += tuple(
