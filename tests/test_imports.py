@@ -183,7 +183,7 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
         "choices",
         "runlog",
         "data.conversations",
-        "cli.demo",
+        "data.builtin",
         "cli",
     )
     ground += tuple(
