@@ -23,12 +23,12 @@ from typing import Any
 
 from fault_corpus import unpack
 
-from draftline.runlog import provenance
-from draftline.signal.judge.cause import CAUSES, FAULTS
+from draftline.environment import provenance
 from draftline.signal.judge.shape import SHAPES
 from draftline.signal.judge.verdict import judge
 from draftline.signal.readers.read import read_trace
 from draftline.signal.trace import Trace
+from draftline.signal.words import CAUSES, FAULTS
 
 CORPUS = Path(__file__).parents[1] / "tests" / "data" / "faults"
 SIDES = ("test", "tuning")

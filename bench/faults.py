@@ -32,7 +32,7 @@ from typing import Any
 from fault_corpus import FILES, MAX_BYTES, pack
 from fault_run import PROGRAMS
 
-from draftline.runlog import provenance
+from draftline.environment import provenance
 
 KILL_S = 45.0
 # What a recording needs besides its seconds: a device context, a model, its compilation.

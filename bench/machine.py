@@ -8,7 +8,7 @@ import subprocess
 import torch
 import transformers
 
-from draftline.runlog import provenance
+from draftline.environment import provenance
 
 
 def describe(device: torch.device) -> dict[str, object]:

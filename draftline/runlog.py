@@ -1,4 +1,4 @@
-"""The run directory: events and metrics as JSON lines, provenance, atomic writes.
+"""The run directory: events and metrics as JSON lines, atomic writes.
 
 A full disk must not kill a training run through its log: a line that cannot be written is counted,
 said once, and training goes on.
@@ -6,26 +6,19 @@ said once, and training goes on.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
-import platform
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from draftline.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-_PACKAGES = ("draftline", "torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -39,50 +32,6 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def provenance() -> dict[str, Any]:
-    """Versions, interpreter, platform, and the source commit with whether it was modified."""
-    tracked = _is_tracked()
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "versions": versions,
-        "python": platform.python_version(),
-        "platform": f"{platform.system()}-{platform.machine()}",
-        "cpus": os.cpu_count(),
-        "commit": _git("rev-parse", "HEAD") if tracked else None,
-        "modified": bool(_git("status", "--porcelain", "--untracked-files=no"))
-        if tracked
-        else None,
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    here = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def source_diff() -> str | None:
-    """What the sources have that their commit has not, or None where nothing differs."""
-    return (_git("diff", "HEAD") or None) if _is_tracked() else None
-
-
-def _is_tracked() -> bool:
-    """Whether the sources belong to the repository they lie in, and not to somebody else's."""
-    return bool(_git("ls-files", Path(__file__).name))
 
 
 class RunLog:

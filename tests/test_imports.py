@@ -15,18 +15,20 @@ PACKAGE = Path(draftline.__file__).parent
 _SIGNAL_GROUND = tuple(
     f"signal.{noun}"
     for noun in (
-        "duration",
+        "words",
         "trace",
-        "latest",
         "guards",
+        "readers.clock",
+        "readers.json_row",
+        "draftline_run",
         "recorder.clock",
         "recorder.nvml",
-        "environment",
     )
 )
 # Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
 _GROUND = {
     "errors",
+    "environment",
     "choices",
     "config",
     "files",
@@ -37,7 +39,11 @@ _GROUND = {
     "stopping",
 }
 _PARTS = _GROUND | {"runtime", "data", "model", "model.target", "model.drafter", "checkpoint"}
-_SIGNAL = {"signal", *_SIGNAL_GROUND, *(f"signal.{r}" for r in ("recorder", "readers", "judge"))}
+_SIGNAL = {
+    "signal",
+    *_SIGNAL_GROUND,
+    *(f"signal.{r}" for r in ("recorder", "readers", "judge", "monitor")),
+}
 _TRAIN = {
     "train",
     *(f"train.{r}" for r in ("features", "step", "plan", "save", "report", "pipeline")),
@@ -45,6 +51,7 @@ _TRAIN = {
 ALLOWED: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
+    "environment": set(),
     "files": set(),
     "library_warnings": set(),
     "progress": set(),
@@ -54,10 +61,19 @@ ALLOWED: dict[str, set[str]] = {
     "runlog": {"errors"},
     "config": {"errors"},
     **{noun: {"errors", *_SIGNAL_GROUND[:place]} for place, noun in enumerate(_SIGNAL_GROUND)},
-    "signal.recorder": {"errors", *_SIGNAL_GROUND},
     "signal.readers": {"errors", *_SIGNAL_GROUND},
+    "signal.recorder": {"errors", "environment", "signal.readers", *_SIGNAL_GROUND},
     "signal.judge": {"errors", *_SIGNAL_GROUND},
-    "signal.live": {"errors", "signal.recorder", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
+    "signal.monitor": {"signal.judge", *_SIGNAL_GROUND},
+    "signal.live": {
+        "errors",
+        "environment",
+        "signal.recorder",
+        "signal.readers",
+        "signal.judge",
+        "signal.monitor",
+        *_SIGNAL_GROUND,
+    },
     "signal.pages": {
         "errors",
         "files",
@@ -66,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         "signal.judge",
         *_SIGNAL_GROUND,
     },
-    "signal": {"signal.recorder", "signal.judge", *_SIGNAL_GROUND},
+    "signal": {"signal.recorder", "signal.judge", "signal.monitor", *_SIGNAL_GROUND},
     "runtime": _GROUND,
     "data": _GROUND,
     "model": _GROUND,
@@ -175,6 +191,7 @@ def loads_torch(*modules: str) -> bool:
 def test_what_needs_no_torch_does_not_load_it() -> None:
     ground = (
         "errors",
+        "environment",
         "config",
         "choices",
         "runlog",

@@ -6,15 +6,13 @@ import errno
 import json
 import logging
 import os
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
-from draftline import runlog
 from draftline.errors import ConfigError
-from draftline.runlog import RunLog, provenance, write_atomic
+from draftline.runlog import RunLog, write_atomic
 from tests.support.recordings import read_rows
 
 
@@ -216,48 +214,3 @@ def test_a_file_that_cannot_be_opened_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"cannot be written: Is a directory.*run.dir="):
         RunLog(tmp_path)
-
-
-# provenance
-
-
-def test_provenance_can_be_written_and_names_the_versions() -> None:
-    seen = provenance()
-    assert json.loads(json.dumps(seen)) == seen
-    assert {"torch", "transformers", "numpy"} <= set(seen["versions"])
-    assert seen["cpus"] == os.cpu_count()
-    assert seen["argv"][0] == Path(seen["argv"][0]).name
-
-
-def git(directory: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
-    command = ["git", "-C", str(directory), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_the_commit_is_that_of_draftline_and_of_no_other_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "draftline"
-    package.mkdir()
-    source = package / "runlog.py"
-    source.write_text("one\n")
-    (tmp_path / ".gitignore").write_text("draftline\n")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", ".gitignore")
-    git(tmp_path, "commit", "-qm", "somebody's project, with draftline installed inside")
-    monkeypatch.setattr(runlog, "__file__", str(source))
-    assert (provenance()["commit"], provenance()["modified"]) == (None, None)
-
-    git(tmp_path, "add", "-f", "draftline")
-    git(tmp_path, "commit", "-qm", "draftline itself")
-    head = git(tmp_path, "rev-parse", "HEAD")
-    assert (provenance()["commit"], provenance()["modified"]) == (head, False)
-    source.write_text("two\n")
-    assert provenance()["modified"] is True
-
-
-def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    seen = provenance()
-    assert (seen["commit"], seen["modified"]) == (None, None)

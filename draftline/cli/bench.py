@@ -61,7 +61,7 @@ def bench_pipeline_command(
 def _show(lines: Sequence[str], values: dict[str, Any], as_json: bool) -> None:
     import json
 
-    from draftline.runlog import provenance
+    from draftline.environment import provenance
 
     if as_json:
         typer.echo(json.dumps({**values, "provenance": provenance()}, indent=1))

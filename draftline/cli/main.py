@@ -197,7 +197,8 @@ def evaluate_command(
         from draftline.checkpoint.restore import restore
         from draftline.choices import Choices
         from draftline.decode.evaluate import evaluate_drafter, score_details, score_table
-        from draftline.runlog import provenance, write_atomic
+        from draftline.environment import provenance
+        from draftline.runlog import write_atomic
         from draftline.train.plan.inputs import (
             evaluation_devices,
             open_target,

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from draftline.signal.words import OF_COMPILER
+
 Column = npt.NDArray[np.float64]
 MIB = 2**20
 GIB = 2**30
@@ -43,34 +45,6 @@ LEVELS = (
     "reserved_bytes",  # held by the caching allocator
     "inactive_bytes",  # held in split blocks that nobody uses: fragmentation
 )
-# Kinds of events that readers and recorders share. `phase` has the phase's name as its text.
-EVENTS = (
-    "phase",
-    "compile",
-    "recompile",
-    "graph_break",
-    "recompile_limit",
-    "eager_flex",
-    "capture",
-    "capture_skip",
-    "cache_flush",
-    "oom",
-    "error",
-)
-# What people call them, in the singular; a phase goes by its own name.
-EVENT_WORDS = {
-    "compile": "compile",
-    "recompile": "recompile",
-    "graph_break": "graph break",
-    "recompile_limit": "recompile limit",
-    "eager_flex": "uncompiled flex_attention",
-    "capture": "graph capture",
-    "capture_skip": "refused capture",
-    "cache_flush": "cache flush",
-    "oom": "out of memory",
-    "error": "error",
-}
-COMPILE_EVENTS = {"compile", "recompile", "graph_break", "recompile_limit", "eager_flex"}
 
 
 def one_line(text: str, most: int = 400) -> str:
@@ -120,7 +94,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something at a moment; `text` says what in words (a guard's reason, a phase's name)."""
+    """Something at a moment, of a kind in `words.EVENTS`; `text` says what in words (a
+    guard's reason, a phase's name)."""
 
     time_s: float
     kind: str
@@ -175,7 +150,7 @@ class Trace:
         """Every device named, numbers in order first; cpu where there are compile events alone."""
         names = {s.device for s in self.samples} | {s.device for s in self.steps}
         names |= {s.device for s in self.snapshots}
-        if not names and any(event.kind in COMPILE_EVENTS for event in self.events):
+        if not names and any(event.kind in OF_COMPILER for event in self.events):
             return ["cpu"]
         return sorted(names, key=lambda n: (not n.isdecimal(), len(n) if n.isdecimal() else 0, n))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.judge.verdict import judge
+from draftline.signal.monitor import Monitor
 from draftline.signal.recorder.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,10 @@ class SignalCallback:
         self._path = path
         self._expects = expects
         self._recorder: Recorder | None = None
+        self._monitor: Monitor | None = None
         self._phase = ""
         self._tokens = 0
         self._steps = 0
-        self._judged_s = 0.0
-        self._said = ""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Every other event of the Trainer, of this release or a later one: nothing is done."""
@@ -50,7 +49,8 @@ class SignalCallback:
         rank = int(getattr(args, "process_index", 0))
         name = f"signal-rank{rank}.jsonl" if rank else "signal.jsonl"
         self._recorder = Recorder(self._path or Path(args.output_dir) / name, expects=self._expects)
-        self._steps, self._phase, self._said = 0, "", ""
+        self._monitor = Monitor(self._recorder.trace)
+        self._steps, self._phase = 0, ""
         self._tokens = _seen_tokens(state)
         self._recorder.start()
         self._enter("warm")
@@ -75,8 +75,8 @@ class SignalCallback:
         self._pause(control)
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._steps >= 2 * WARM_STEPS and time.monotonic() - self._judged_s >= _JUDGE_S:
-            self._judged_s = time.monotonic()
+        due = self._monitor is not None and self._monitor.due(time.monotonic(), _JUDGE_S)
+        if due and self._steps >= 2 * WARM_STEPS:
             self._judge()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -99,17 +99,11 @@ class SignalCallback:
             self._recorder.phase(phase)
 
     def _judge(self) -> None:
-        if self._recorder is None:
+        if self._recorder is None or self._monitor is None:
             return
-        try:
-            verdict = judge(self._recorder.trace())
-        except Exception:  # the Trainer's run must not end by its observer
-            log.warning("the memory of this run cannot be judged", exc_info=True)
-            return
-        causes = " ".join(c.cause for device in verdict.devices for c in device.causes)
-        if verdict.verdict in ("fault", "not_flat") and causes != self._said:
-            self._said = causes
-            log.warning("memory: %s (recorded in %s)", verdict.line, self._recorder.path)
+        found = self._monitor.look(time.monotonic())
+        if found is not None and found.is_bad and self._monitor.is_news():
+            log.warning("memory: %s (recorded in %s)", found.line, self._recorder.path)
 
 
 def _nothing(*_arguments: Any, **_named: Any) -> None:

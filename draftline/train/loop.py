@@ -14,11 +14,12 @@ import torch
 from draftline.choices import Choices
 from draftline.config.schema import Config
 from draftline.data.conversations import write_rejects
+from draftline.environment import provenance, source_diff
 from draftline.errors import UserError
 from draftline.library_warnings import LIBRARY_WARNINGS
 from draftline.locks import hold
 from draftline.model.target.target import Target
-from draftline.runlog import RunLog, provenance, source_diff
+from draftline.runlog import RunLog
 from draftline.runtime.compile.gate import CompileGate
 from draftline.runtime.devices import visible_devices
 from draftline.runtime.nodes import Nodes

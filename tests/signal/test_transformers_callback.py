@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftline.signal import transformers_callback
+from draftline.signal import monitor, transformers_callback
+from draftline.signal.judge.cause import Cause
+from draftline.signal.judge.verdict import DeviceVerdict, Verdict
 from draftline.signal.transformers_callback import WARM_STEPS, SignalCallback
 from tests.support.recordings import read_rows
 
@@ -91,9 +93,9 @@ def arguments(folder: Path, rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(output_dir=str(folder), process_index=rank)
 
 
-def verdict(kind: str, line: str, *causes: str) -> SimpleNamespace:
-    device = SimpleNamespace(causes=[SimpleNamespace(cause=cause) for cause in causes])
-    return SimpleNamespace(verdict=kind, line=line, devices=[device])
+def verdict(cause: str, shape: str = "flat") -> Verdict:
+    found = Cause(cause, "high", "it grows", "do this")
+    return Verdict((DeviceVerdict("0", shape, "words", (), (found,)),))
 
 
 def run_steps(callback: SignalCallback, count: int, args: SimpleNamespace) -> None:
@@ -106,8 +108,8 @@ def run_steps(callback: SignalCallback, count: int, args: SimpleNamespace) -> No
 def test_a_verdict_that_is_not_flat_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = verdict("fault", "GPU 0: leak: it grows", "leak")
-    monkeypatch.setattr(transformers_callback, "judge", lambda trace: now)
+    now = verdict("leak", "slope")
+    monkeypatch.setattr(monitor, "judge", lambda trace: now)
     monkeypatch.setattr(transformers_callback, "_JUDGE_S", 0.0)
     callback, args = SignalCallback(), arguments(tmp_path)
     state = SimpleNamespace(global_step=0, num_input_tokens_seen=0)
@@ -120,16 +122,17 @@ def test_a_verdict_that_is_not_flat_is_said_once(
         callback.on_log(args, state, quiet(), logs={})
         callback.on_log(args, state, quiet(), logs={})
         callback.on_train_end(args, state, quiet())
-    assert caplog.messages == [
-        f"memory: GPU 0: leak: it grows (recorded in {tmp_path / 'signal.jsonl'})"
-    ]
+    assert caplog.messages == [f"memory: {now.line} (recorded in {tmp_path / 'signal.jsonl'})"]
 
 
-@pytest.mark.parametrize("kind", ["healthy", "flat", "unknown"])
+@pytest.mark.parametrize("found", [verdict("healthy"), verdict("unknown"), Verdict(())])
 def test_other_verdicts_are_not_said(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    found: Verdict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(transformers_callback, "judge", lambda trace: verdict(kind, "x", "healthy"))
+    monkeypatch.setattr(monitor, "judge", lambda trace: found)
     callback, args = SignalCallback(), arguments(tmp_path)
     state = SimpleNamespace(global_step=0, num_input_tokens_seen=0)
     callback.on_train_begin(args, state, quiet())
@@ -144,12 +147,12 @@ def test_a_judge_that_fails_does_not_end_the_training(
     def judge(trace: object) -> None:
         raise ValueError("no such column")
 
-    monkeypatch.setattr(transformers_callback, "judge", judge)
+    monkeypatch.setattr(monitor, "judge", judge)
     callback, args = SignalCallback(), arguments(tmp_path)
     state = SimpleNamespace(global_step=0, num_input_tokens_seen=0)
     callback.on_train_begin(args, state, quiet())
     callback.on_train_end(args, state, quiet())
-    assert caplog.messages == ["the memory of this run cannot be judged"]
+    assert caplog.messages == ["the program's memory cannot be judged"]
 
 
 def test_ranks_and_a_given_path_have_files_of_their_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The names of causes, and what rules share to find and word them."""
+"""A cause, and what rules share to find and word one."""
 
 from __future__ import annotations
 
@@ -10,31 +10,11 @@ import numpy as np
 from draftline.signal.judge.evidence import Evidence
 from draftline.signal.trace import GIB, MIB, Event, Snapshot, one_line
 
-CAUSES = (
-    "healthy",
-    "not_compiled",
-    "eager_flex",
-    "graph_breaks",
-    "recompiling",
-    "recompile_limit",
-    "compile_storm",
-    "no_graph_capture",
-    "allocator_retries",
-    "cache_flush",
-    "leak",
-    "fragmentation",
-    "unbounded_shapes",
-    "largest_so_far",
-    "other_process",
-    "pause",
-    "unknown",
-)
-FAULTS = frozenset(CAUSES) - {"healthy", "pause", "largest_so_far", "unknown"}
-
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One of CAUSES; `confidence` is high, medium or low; `evidence` and `action` are sentences."""
+    """`cause` is a name in `words.CAUSES`; `confidence` is high, medium or low; `evidence` and
+    `action` are sentences."""
 
     cause: str
     confidence: str

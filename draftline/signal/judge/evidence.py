@@ -8,7 +8,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.duration import duration
 from draftline.signal.judge.breaks import come_regularly, find_breaks, split_at
 from draftline.signal.judge.phases import (
     GAP,
@@ -28,6 +27,7 @@ from draftline.signal.judge.shape import (
     level_of,
 )
 from draftline.signal.trace import MIB, Column, Event, Program, Samples, Snapshot, Steps, Trace
+from draftline.signal.words import duration
 
 # The allocator's own figures are exact: what moves by less is one small segment.
 ALLOCATOR_TOLERANCE_BYTES = 2 * MIB

@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.duration import duration
 from draftline.signal.trace import MIB, Column
+from draftline.signal.words import duration
 
 # Lazily loaded kernels and library workspaces move a device by a few MiB now and then.
 TOLERANCE_BYTES = 8 * MIB

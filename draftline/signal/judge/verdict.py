@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftline.signal.judge.cause import FAULTS, Cause
+from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.findings import find_causes, shape_of, without_fault
 from draftline.signal.judge.phases import Phase
 from draftline.signal.trace import Trace, device_name
+from draftline.signal.words import FAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class Verdict:
         if not used:
             return "idle"
         return "healthy" if all(d.causes[0].cause != "unknown" for d in used) else "flat"
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether there is a fault, or memory that is not flat."""
+        return self.verdict in ("fault", "not_flat")
 
     @property
     def exit_code(self) -> int:

@@ -7,11 +7,11 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from draftline.signal.trace import EVENT_WORDS, Event, device_name
+from draftline.signal.trace import Event, device_name
+from draftline.signal.words import EVENTS, event_title
 
-_OWN = {"other_process": "another process", "storm": "compile storm", "verdict": "verdict"}
-_ROUTINE = ("compile", "capture")  # counted, but no trouble
-KINDS = {kind: words for kind, words in EVENT_WORDS.items() if kind not in _ROUTINE} | _OWN
+VERDICT = "verdict"  # that the judgement changed is told among what happened
+_TOLD = frozenset(kind for kind, word in EVENTS.items() if word.badness) | {VERDICT}
 _STORM, _STORM_S = 5, 30.0  # recompiles within so many seconds that are called a storm
 _SAID_AT = frozenset({1, 2, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000})
 _MOST = 500  # different alerts that are told apart
@@ -38,7 +38,7 @@ class Alert:
     def words(self) -> str:
         """The alert in one line, without its time."""
         times = f" ({self.count} times)" if self.count > 1 else ""
-        return f"{KINDS.get(self.kind, self.kind)}: {self.text}{times}"
+        return f"{event_title(self.kind)}: {self.text}{times}"
 
     @property
     def line(self) -> str:
@@ -57,7 +57,7 @@ class Alerts:
 
     def take(self, event: Event) -> list[str]:
         """Lines to say now: the first times, then only now and again."""
-        if event.kind not in KINDS:
+        if event.kind not in _TOLD:
             return []
         said = [self._add(event)]
         if event.kind == "recompile":

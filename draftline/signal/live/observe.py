@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from draftline.signal.environment import environment, variables
+from draftline.environment import environment, variables
+from draftline.signal.draftline_run import Pace
 from draftline.signal.live.foreign import Outlets
 from draftline.signal.live.outlets import CompileLog
 from draftline.signal.live.ownership import USED_BYTES, Ownership
@@ -30,19 +31,16 @@ from draftline.signal.live.processes import (
 from draftline.signal.live.run_feed import event_of
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.recorder.journal import Journal
-from draftline.signal.recorder.nvml import Reading, Source, open_source
+from draftline.signal.recorder.nvml import Reading, Source, driver_facts, open_source
 from draftline.signal.recorder.sample import DeviceSampler
 from draftline.signal.trace import GIB, Event, Trace, join, one_line
+from draftline.signal.words import LOGGED
 
 _LOOK_S = 1.0  # how often processes and open files are looked at
 _BACKLOG_S = 60.0  # recorded of the time before a device was used
 _RECORDING = re.compile(r"signal(?:[-_.].*)?\.jsonl")
 # Of the machine; the program's own versions are not known from outside.
 _FACTS = ("kernel", "driver", "gpus", "cpus", "cpu_limit", "memory_bytes", "container")
-# What PyTorch's logs tell; the program's own recording has it once more.
-_LOGGED = frozenset(
-    {"compile", "recompile", "graph_break", "recompile_limit", "capture", "capture_skip"}
-)
 
 
 class Observer:
@@ -83,7 +81,7 @@ class Observer:
 
     def start(self, program: str, environ: Mapping[str, str] | None) -> None:
         """Begins, with the program's command line and environment (None where it is not to be seen)."""
-        known = environment()
+        known = environment() | driver_facts()
         facts = {name: known[name] for name in _FACTS}
         facts["variables"] = None if environ is None else variables(environ)
         self._journal.start(program, (), {}, facts, pid=self.root.pid)
@@ -132,11 +130,12 @@ class Observer:
         """The events and what the program's own recordings add, written down."""
         # A program that records itself records its compiles too.
         for event in () if self._tails else events:
-            if event.kind in _LOGGED:
+            if event.kind in LOGGED:
                 self._journal.event(event)
         for tail in self._tails.values():
             told = filter(None, map(event_of, tail.poll()))
-            events += (e for e in told if self._compiles is None or e.kind not in _LOGGED)
+            # What PyTorch's logs tell the program's own recording has once more.
+            events += (e for e in told if self._compiles is None or e.kind not in LOGGED)
         self._journal.file.flush()
         return events
 
@@ -195,3 +194,36 @@ class Observer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class ObserverFeed:
+    """What `observer` sees, called `title`. `more_notes` are shown below the observer's own."""
+
+    behind = False  # it tells what is, not what was written
+
+    def __init__(self, observer: Observer, title: str) -> None:
+        self.title = title
+        self.pace = Pace()
+        self.more_notes: list[str] = []
+        self._observer = observer
+
+    @property
+    def no_devices(self) -> str:
+        reason = self._observer.unsampled
+        return "the program uses no GPU so far" if reason is None else f"not sampled: {reason}"
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._observer.notes, *self.more_notes]
+
+    def compiling(self) -> list[tuple[str, float]]:
+        return self._observer.compiling
+
+    def poll(self, now_s: float) -> list[Event]:
+        return self._observer.poll(now_s)
+
+    def trace(self) -> Trace:
+        return self._observer.trace()
+
+    def ended(self, _now_s: float) -> str | None:
+        return None if self._observer.alive else "the process has ended"

@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import ConfigError
-from draftline.signal.duration import duration
+from draftline.signal.draftline_run import (
+    EVENTS,
+    METRICS,
+    RECORDING,
+    Pace,
+    ending_of,
+    events_of,
+    files_of,
+    is_metrics,
+    pace_of,
+)
 from draftline.signal.live.processes import PROC, began_s, identify
 from draftline.signal.readers.assemble import assemble
-from draftline.signal.readers.json_row import device, moment, number, process_id, words
+from draftline.signal.readers.json_row import Row, device, moment, number, process_id, words
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.trace import Event, Trace, one_line
+from draftline.signal.words import duration
 
 _SILENT_S = 5.0  # a process that is gone and wrote nothing for so long has ended
 # A process that may be another one (1 in every container) is given up after so long a silence.
@@ -25,15 +36,15 @@ _CATCH_UP_S = 1.0  # spent in one poll on what was written before
 
 
 class RunFeed:
-    """What the files of `path` say: `signal*.jsonl`, `events.jsonl` and `metrics.jsonl` of a directory,
-    or one JSONL file. Files that are cut short, replaced or appear later are followed.
+    """What the files of `path` say: its recordings and logs where it is a run
+    directory, or one JSONL file. Files that are cut short, replaced or appear later are followed.
 
     Raises ConfigError where there is nothing to follow.
     """
 
     def __init__(self, path: Path, proc: Path = PROC) -> None:
         self.path = path
-        self.metrics: Mapping[str, Any] = {}
+        self.pace = Pace()
         self.behind = False  # more was written than the last poll could read
         self.notes: list[str] = []
         self._proc = proc
@@ -48,8 +59,8 @@ class RunFeed:
         if not self._tails:
             what = "is empty of recordings" if path.is_dir() else "is not there"
             raise ConfigError(
-                f"{path} {what}: wanted a run directory with signal.jsonl, events.jsonl or "
-                "metrics.jsonl, or such a file; it appears once the run has started. A program without "
+                f"{path} {what}: wanted a run directory with {RECORDING}, {EVENTS} or "
+                f"{METRICS}, or such a file; it appears once the run has started. A program without "
                 "a recording is watched with draftline watch --pid PID"
             )
 
@@ -75,10 +86,7 @@ class RunFeed:
 
     def _find(self) -> None:
         if self.path.is_dir():
-            found = sorted(self.path.glob("signal*.jsonl"))
-            found += [
-                p for name in ("events", "metrics") if (p := self.path / f"{name}.jsonl").is_file()
-            ]
+            found = files_of(self.path, packed=False)
         else:
             found = [self.path] if self.path.is_file() else []
         for path in found:
@@ -113,8 +121,8 @@ class RunFeed:
         times = [_modified_s(path) for path in self._tails]
         return max((time_s for time_s in times if time_s is not None), default=now_s)
 
-    def _take(self, row: Mapping[str, Any]) -> list[Event]:
-        kind, event, at_s = row.get("kind"), row.get("event"), moment(row.get("time_s"))
+    def _take(self, row: Row) -> list[Event]:
+        kind, at_s = row.get("kind"), moment(row.get("time_s"))
         if math.isfinite(at_s):
             self._last_s = at_s
         if kind == "start":
@@ -125,17 +133,12 @@ class RunFeed:
             return [told]
         elif kind == "phase" and row.get("phase") == "end":
             self._ended = "the program has ended"
-        elif kind is None and event == "start":
-            self._ended = None
-        elif kind is None and event == "end":
-            self._ended = "the run has ended"
-        elif kind is None and event == "failed":
-            why = one_line(words(row.get("error"))) or "no reason is given"
-            self._ended = "the run has failed"
-            return [Event(at_s if math.isfinite(at_s) else 0.0, "error", why)]
-        elif kind is None and "step_ms" in row:
-            read = {one_line(name, 80): number(value) for name, value in row.items()}
-            self.metrics = {name: value for name, value in read.items() if math.isfinite(value)}
+        elif kind is None and (ending := ending_of(row)) is not None:
+            self._ended = ending or None
+            told_s = at_s if math.isfinite(at_s) else 0.0
+            return [Event(told_s, k, one_line(t)) for k, t in events_of(row) if k != "phase"]
+        elif kind is None and is_metrics(row):
+            self.pace = pace_of(row)
         return []
 
     def trace(self) -> Trace:

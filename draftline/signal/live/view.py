@@ -9,10 +9,10 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from draftline.signal.draftline_run import Pace
 from draftline.signal.live.alerts import Alert
 from draftline.signal.trace import GIB, Column, Samples, Steps, Trace, device_name, one_line
 
@@ -84,37 +84,31 @@ def _last(column: Column) -> float | None:
     return float(known[-1]) if len(known) else None
 
 
-def rate(trace: Trace, metrics: Mapping[str, Any]) -> str | None:
-    """Step time, rate and waits in words: from a run's own metrics, else from its recorded steps."""
-    step_ms, tokens = metrics.get("step_ms"), metrics.get("tokens_per_s")
-    number = metrics.get("step")
+def rate(trace: Trace, pace: Pace) -> str | None:
+    """Step time, rate and waits in words: from a run's own log, else from its recorded steps."""
     lead = max(trace.steps, key=lambda part: len(part.number), default=None)
-    if step_ms is None and lead is not None and len(lead.number) > 1:
-        number, step_ms, tokens = _measured(lead)
-    if step_ms is None:
+    if pace.step_ms is None and lead is not None and len(lead.number) > 1:
+        pace = _measured(lead)
+    if pace.step_ms is None:
         return None
-    words = [] if number is None else [f"step {number:.0f}"]
-    words.append(f"{step_ms:,.1f} ms a step")
-    if tokens is not None:
-        words.append(f"{tokens:,.0f} tokens/s")
-    waits = [
-        f"{name.removesuffix('_waited_pct')} {value:.0f} %"
-        for name, value in metrics.items()
-        if name.endswith("_waited_pct") and isinstance(value, (int, float))
-    ]
-    if waits:
-        words.append(f"waiting: {', '.join(waits)}")
+    words = [] if pace.step is None else [f"step {pace.step:.0f}"]
+    words.append(f"{pace.step_ms:,.1f} ms per step")
+    if pace.tokens_per_s is not None:
+        words.append(f"{pace.tokens_per_s:,.0f} tokens/s")
+    if pace.waited_pct:
+        waits = ", ".join(f"{side} {value:.0f} %" for side, value in pace.waited_pct.items())
+        words.append(f"waiting: {waits}")
     return ", ".join(words)
 
 
-def _measured(steps: Steps) -> tuple[float, float | None, float | None]:
+def _measured(steps: Steps) -> Pace:
     wall_ms = steps.wall_ms[-_STEPS:]
     known = wall_ms[np.isfinite(wall_ms)]
     step_ms = float(np.median(known)) if len(known) else None
     tokens, seconds = steps.known("tokens"), float(known.sum()) / 1000
     done = math.nan if tokens is None else float(np.nansum(tokens[-_STEPS:]))
-    rate_ = done / seconds if math.isfinite(done) and seconds > 0 else None
-    return float(steps.number[-1]), step_ms, rate_
+    tokens_per_s = done / seconds if math.isfinite(done) and seconds > 0 else None
+    return Pace(float(steps.number[-1]), step_ms, tokens_per_s)
 
 
 def sparkline(time_s: Column, values: Column, width: int, bars: str = _BARS) -> str:

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 from draftline.errors import ConfigError
-from draftline.signal.duration import duration
 from draftline.signal.live.foreign import Command, Outlets, new_directory, prepare
-from draftline.signal.live.observe import Observer
-from draftline.signal.live.observer_feed import ObserverFeed
+from draftline.signal.live.observe import Observer, ObserverFeed
 from draftline.signal.live.processes import environ_of, identify, raw_command
 from draftline.signal.live.run_feed import RunFeed
 from draftline.signal.live.terminal import Screen, pick_screen, row_width
@@ -24,6 +22,7 @@ from draftline.signal.live.watcher import Feed, Watch
 from draftline.signal.recorder import sample
 from draftline.signal.recorder.record import command_line
 from draftline.signal.trace import one_line
+from draftline.signal.words import duration
 
 _TICK_S = 0.5
 _SNAPSHOT_S = 2.0  # a running process is sampled for so long before a single snapshot

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from draftline.signal.duration import duration
-from draftline.signal.judge.verdict import Verdict, judge
-from draftline.signal.live.alerts import Alerts
+from draftline.signal.draftline_run import Pace
+from draftline.signal.judge.verdict import Verdict
+from draftline.signal.live.alerts import VERDICT, Alerts
 from draftline.signal.live.view import WIDEST_ROW, View, device_rows, lines, plain, rate
-from draftline.signal.trace import EVENT_WORDS, Event, Trace
+from draftline.signal.monitor import Monitor
+from draftline.signal.trace import Event, Trace
+from draftline.signal.words import EVENTS, LOGGED, duration, event_title
 
 _JUDGE_S = 2.0
-_JUDGE_SHARE = 0.05  # of the time that judging may take
-_FAULT = 3  # a verdict's exit code for a fault, or memory that is not flat
+_FAULT = 3  # the exit code for a fault, or memory that is not flat
 _WIDE = 2000  # a summary's lines are as long as they need to be
-# What the line about compiles counts.
-_COUNTED = ("compile", "recompile", "graph_break", "recompile_limit", "capture", "capture_skip")
-_WORST = ("error", "oom", "eager_flex", "recompile_limit", "storm", "recompile", "graph_break")
 
 
 class Feed(Protocol):
     """Where a watcher's knowledge comes from."""
 
-    metrics: Mapping[str, Any]
+    pace: Pace
 
     @property
     def behind(self) -> bool: ...
@@ -52,22 +49,19 @@ class Watch:
     """What is known of one watched program: polls its feed, judges now and then, makes views."""
 
     def __init__(
-        self, feed: Feed, now_s: float, judging: Callable[[Trace], Verdict] = judge
+        self, feed: Feed, now_s: float, judging: Callable[[Trace], Verdict] | None = None
     ) -> None:
         self.feed = feed
         self.alerts = Alerts()
-        self.verdict: Verdict | None = None
-        self._judging = judging
+        self._monitor = Monitor(feed.trace, judging)
         self._began_s = now_s
-        self._judge_at_s = now_s
-        self._trace = Trace()
         self._counts: Counter[str] = Counter()
         self._compile_s = 0.0
 
     def poll(self, now_s: float) -> list[str]:
         """Takes in what is new; the lines to say about it. What was read of a part is not judged."""
         said = self.take(self.feed.poll(now_s))
-        due = now_s >= self._judge_at_s and not self.feed.behind
+        due = self._monitor.due(now_s, _JUDGE_S) and not self.feed.behind
         return said + self.judge(now_s) if due else said
 
     def take(self, events: Iterable[Event]) -> list[str]:
@@ -82,19 +76,20 @@ class Watch:
 
     def judge(self, now_s: float) -> list[str]:
         """Judges what is known now; the line to say where the judgement changed."""
-        began_s = time.monotonic()
-        self._trace = self.feed.trace()
-        before, self.verdict = self.verdict, self._judging(self._trace)
-        spent_s = time.monotonic() - began_s
-        self._judge_at_s = now_s + max(_JUDGE_S, spent_s / _JUDGE_SHARE)
-        if self.verdict.verdict == "unknown" or _signature(before) == _signature(self.verdict):
+        found = self._monitor.look(now_s)
+        if found is None or found.verdict == "unknown" or not self._monitor.changed:
             return []
-        return self.alerts.take(Event(now_s, "verdict", self.verdict.line))
+        return self.alerts.take(Event(now_s, VERDICT, found.line))
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The last judgement."""
+        return self._monitor.verdict
 
     @property
     def exit_code(self) -> int:
         """3 where the last verdict is a fault or memory that is not flat, else 0."""
-        return _FAULT if self.verdict is not None and self.verdict.exit_code == _FAULT else 0
+        return _FAULT if self.verdict is not None and self.verdict.is_bad else 0
 
     def view(self, now_s: float, ended: str | None = None) -> View:
         """What there is to see now."""
@@ -103,13 +98,13 @@ class Watch:
         return View(
             title=self.feed.title,
             state=ended or f"watched for {duration(now_s - self._began_s)}",
-            devices=device_rows(self._trace, shapes),
+            devices=device_rows(self._monitor.seen, shapes),
             no_devices=self.feed.no_devices,
-            rate=rate(self._trace, self.feed.metrics),
+            rate=rate(self._monitor.seen, self.feed.pace),
             compiles=self._compiles(now_s),
             verdict=self._state(),
             fault=self.exit_code == _FAULT,
-            alerts=tuple(a for a in self.alerts.latest if a.kind != "verdict"),
+            alerts=tuple(a for a in self.alerts.latest if a.kind != VERDICT),
             notes=tuple(self.feed.notes),
         )
 
@@ -117,8 +112,8 @@ class Watch:
         """The verdict in one line; where it has no device to judge, the worst that was told."""
         if self.verdict is None:
             return "no verdict yet"
-        known = self.alerts.known.values()
-        worst = next((a for kind in _WORST for a in known if a.kind == kind), None)
+        told = [a for a in self.alerts.known.values() if a.kind != VERDICT]
+        worst = max(told, key=lambda alert: EVENTS[alert.kind].badness, default=None)
         if self.verdict.devices or worst is None:
             return self.verdict.line
         return f"{self.verdict.line}; {worst.words}"
@@ -128,12 +123,12 @@ class Watch:
             f"compiling {name} for {duration(now_s - since_s)}"
             for name, since_s in self.feed.compiling()
         ]
-        for kind in _COUNTED:
+        for kind in LOGGED:
             if count := self._counts[kind]:
                 took = (
                     f" in {self._compile_s:.1f} s" if kind == "compile" and self._compile_s else ""
                 )
-                name = f"{EVENT_WORDS[kind]}{'s' if count > 1 else ''}"
+                name = f"{event_title(kind)}{'s' if count > 1 else ''}"
                 words.append(f"{count} {name}{took}")
         return ", ".join(words) or None
 
@@ -145,11 +140,4 @@ class Watch:
         ]
         shown[0] = f"{view.title}: {ended}"
         known = sorted(self.alerts.known.values(), key=lambda alert: alert.last_s)
-        return shown + [f"  {alert.line}" for alert in known if alert.kind != "verdict"]
-
-
-def _signature(verdict: Verdict | None) -> object:
-    """What must change for a verdict to be another one; numbers move all the time."""
-    if verdict is None:
-        return None
-    return [(d.device, d.shape, [c.cause for c in d.causes]) for d in verdict.devices]
+        return shown + [f"  {alert.line}" for alert in known if alert.kind != VERDICT]

@@ -9,7 +9,8 @@ import numpy as np
 
 from draftline.signal.judge.phases import Phase
 from draftline.signal.pages.report_curves import Clock, escape, numbers
-from draftline.signal.trace import EVENT_WORDS, Event
+from draftline.signal.trace import Event
+from draftline.signal.words import RECORDED, event_title
 
 _MARKS_AT = 0.93
 MOST_BANDS = 120
@@ -91,7 +92,8 @@ def memory_layout(
 def event_marks(events: Sequence[Event], clock: Clock) -> list[dict[str, Any]]:
     """Events as marks along the top of a chart, one kind of mark for each kind of event."""
     marks = []
-    for kind, words in EVENT_WORDS.items():
+    for kind in RECORDED:
+        words = event_title(kind)
         of_kind = [event for event in events if event.kind == kind]
         if not of_kind:
             continue

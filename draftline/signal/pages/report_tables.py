@@ -9,7 +9,8 @@ from typing import Any
 from draftline.signal.pages.report_curves import Clock
 from draftline.signal.pages.report_verdict import text
 from draftline.signal.pages.run_facts import RunFacts, flatten
-from draftline.signal.trace import EVENT_WORDS, GIB, device_name
+from draftline.signal.trace import GIB, device_name
+from draftline.signal.words import event_title
 
 _MOST_ROWS = 200
 _MOST_LETTERS = 600
@@ -141,9 +142,7 @@ def _events(run: RunFacts, clock: Clock) -> str:
         at = (event.time_s - clock.start_s) / clock.unit_s
         took = "" if event.seconds is None else f"{event.seconds:,.2f}"
         where = "" if event.device is None else device_name(event.device)
-        rows.append(
-            (f"{at:,.2f}", EVENT_WORDS.get(event.kind, event.kind), where, event.text, took)
-        )
+        rows.append((f"{at:,.2f}", event_title(event.kind), where, event.text, took))
     head = (f"at, {clock.unit}", "event", "device", "why", "seconds")
     listed = table(head, rows, numbers=(0, 4))
     if len(rows) > _FOLDED:

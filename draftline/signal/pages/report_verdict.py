@@ -8,33 +8,15 @@ from itertools import groupby
 
 import numpy as np
 
-from draftline.signal.duration import duration
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
 from draftline.signal.judge.verdict import DeviceVerdict
 from draftline.signal.pages.report_curves import extent
 from draftline.signal.pages.run_facts import RunFacts
 from draftline.signal.trace import GIB, device_name, one_line
+from draftline.signal.words import cause_title, duration
 
 _MOST_LETTERS = 2000  # of one text of the page
-_CAUSE_WORDS = {
-    "healthy": "nothing is wrong",
-    "not_compiled": "the step is not compiled",
-    "eager_flex": "flex_attention runs uncompiled",
-    "graph_breaks": "the compiled graph breaks",
-    "recompiling": "it compiles again while it runs",
-    "recompile_limit": "the recompile limit was reached",
-    "compile_storm": "it compiles nearly all the time",
-    "no_graph_capture": "steps are not captured as graphs",
-    "allocator_retries": "allocations fail and are tried again",
-    "cache_flush": "the memory cache is emptied in the loop",
-    "leak": "memory leaks",
-    "fragmentation": "memory is fragmented",
-    "unbounded_shapes": "sizes keep growing",
-    "other_process": "another program moves the memory",
-    "pause": "pauses, which are normal",
-    "unknown": "the cause cannot be told",
-}
 
 
 def text(value: object) -> str:
@@ -99,7 +81,7 @@ def _state(run: RunFacts) -> tuple[str, str, str]:
     verdict = run.verdict
     # A program on the CPU has no memory to judge; its compiles may be at fault all the same.
     if verdict.verdict == "fault":
-        found = ", ".join(_CAUSE_WORDS.get(c.cause, c.cause) for c in verdict.worst.faults)
+        found = ", ".join(cause_title(c.cause) for c in verdict.worst.faults)
         return "bad", "✕", f"Fault: {found}"
     if all(map(_is_host, verdict.devices)):
         why = "none was recorded" if not verdict.devices else "the run used no GPU"
@@ -122,7 +104,7 @@ def _device(verdict: DeviceVerdict, seen: Evidence) -> str:
         rows.append(("Phases", _phases_in_words(verdict.phases)))
     items = "".join(f"<dt>{what}</dt><dd>{text(said)}</dd>" for what, said in rows)
     for cause in verdict.causes:
-        words = _CAUSE_WORDS.get(cause.cause, cause.cause)
+        words = cause_title(cause.cause)
         items += (
             f"<dt>Finding</dt><dd><strong>{text(words)}</strong> <code>{text(cause.cause)}</code>, "
             f"{text(cause.confidence)} confidence</dd>"

@@ -6,7 +6,14 @@ import functools
 import math
 from dataclasses import replace
 
-from draftline.signal import latest
+from draftline.signal.draftline_run import (
+    events_of,
+    failure_kind,
+    is_event,
+    is_metrics,
+    program_of,
+    steps_of,
+)
 from draftline.signal.readers.columns import unit_bytes
 from draftline.signal.readers.json_row import (
     Row,
@@ -19,16 +26,10 @@ from draftline.signal.readers.json_row import (
     words,
 )
 from draftline.signal.readers.rows import Part, StepRows
-from draftline.signal.readers.run_lines import (
-    events_of,
-    failure_kind,
-    is_event,
-    is_metrics,
-    steps_of,
-)
 from draftline.signal.readers.series import refuse_mixed
 from draftline.signal.readers.units import settle_steps
-from draftline.signal.trace import EVENTS, LEVELS, TOTALS, Event, Program
+from draftline.signal.trace import LEVELS, TOTALS, Event, Program
+from draftline.signal.words import EVENTS
 
 # A file is kept whole, but for absurd counts.
 _MOST_EVENTS = 200_000
@@ -58,13 +59,8 @@ _PLACES = ("device_id", "gpu_id", "gpu_index", "local_rank", "rank")
 _KINDS = ("start", "facts", "device", "step", "event", "phase")
 
 
-def recognises(line: str) -> bool:
-    """Whether the line is an object that `Collector` takes."""
-    row = parse(line)
-    return row is not None and _layout(row) is not None
-
-
-def _layout(row: Row) -> str | None:
+def layout_of(row: Row) -> str | None:
+    """What kind of line `Collector` takes the row for; None where it is of none that is known."""
     kind = row.get("kind")
     if kind is not None:
         return kind if kind in _KINDS else None
@@ -108,20 +104,24 @@ class Collector:
         row = parse(line)
         if row is None:
             self._bad += 1
-            return None
+        else:
+            self.take(row)
+        return row
+
+    def take(self, row: Row) -> None:
+        """Takes the object of a line in."""
         self._watch_clock(moment(row.get("time_s", row.get("t"))))
-        layout = _layout(row)
+        layout = layout_of(row)
         if layout is None:
             self._unknown += 1
         elif not getattr(self, f"_add_{layout}")(self._whole(row)):
             self._bad += 1
         if self._live:
-            self._trim()
-        return row
+            self.part.trim()
 
     def _whole(self, row: Row) -> Row:
-        """The row with what it does not repeat of the line that it says it is like; without it where
-        that line is not the last of its kind and device."""
+        """The row with what it does not repeat of the line that it says it is like (recordings of
+        an earlier release have such); without it where that line is not the last of its kind and device."""
         kind, name = row.get("kind"), row.get("device")
         if not isinstance(kind, str) or not isinstance(name, str):
             return row
@@ -276,9 +276,8 @@ class Collector:
     def _add_run_event(self, row: Row) -> bool:
         self.part.is_log = True
         time_s = moment(row.get("time_s"))
-        if row["event"] == "start":
-            told = {key: value for key, value in row.items() if key not in ("time_s", "event")}
-            self._begin(time_s, Program(name="draftline train", facts=facts(told)))
+        if (program := program_of(row)) is not None:
+            self._begin(time_s, program)
         return all(self._event(time_s, kind, text) for kind, text in events_of(row))
 
     def _add_metrics(self, row: Row) -> bool:
@@ -324,15 +323,3 @@ class Collector:
             kind = next((known for known in EVENTS if known == kind), kind)
             self.part.events.append(Event(time_s, kind, text, name, seconds))
         return True
-
-    def _trim(self) -> None:
-        part = self.part
-        for steps in part.steps.values():
-            steps.trim(latest.STEPS)
-        for samples in part.devices.values():
-            samples.trim(latest.SAMPLES)
-        for lists in part.processes.values():
-            lists.trim(latest.SAMPLES)
-        if len(part.events) >= 2 * latest.EVENTS:
-            part.falls = []
-            part.events = latest.latest_events(part.events)

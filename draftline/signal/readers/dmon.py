@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from draftline.signal.readers.clock import DAY_S, read_daytime, read_stamp
 from draftline.signal.readers.columns import read_quantity
 from draftline.signal.readers.rows import Part
+from draftline.signal.readers.textfile import TextFile
 from draftline.signal.trace import MIB
 
 _TURN_S = 1.5
@@ -20,7 +21,12 @@ def recognises(line: str) -> bool:
     return line.lstrip().startswith("#") and "gpu" in _names(line)
 
 
-class MonitorReader:
+def read(text: TextFile, _before: Part | None = None) -> Part:
+    """The readings or process lists of such a file."""
+    return _MonitorReader(text.name).read(text.lines(whole=True))
+
+
+class _MonitorReader:
     """Makes a Part of the lines of one file. Memory of dmon is MiB, though its header says MB."""
 
     def __init__(self, source: str) -> None:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from draftline.errors import ConfigError
-from draftline.signal.readers import collector, dmon, smi, smi_table, snapshot
+from draftline.signal.draftline_run import EVENTS, METRICS, RECORDING, files_of, machines_of
+from draftline.signal.readers import dmon, recording, smi, smi_table, snapshot
 from draftline.signal.readers.assemble import assemble
-from draftline.signal.readers.columns import Header
-from draftline.signal.readers.recording import RecordingTail, read_recording
 from draftline.signal.readers.rows import Part
 from draftline.signal.readers.screen import without_colours
 from draftline.signal.readers.textfile import TextFile, clean
 from draftline.signal.trace import Trace, one_line
-
-__all__ = ["FORMATS", "RecordingTail", "read_trace"]
 
 FORMATS = (
     "a recording of draftline.signal or one JSON object a step (JSON lines), a draftline run "
     "directory, `nvidia-smi --query-gpu=... --format=csv` or --query-compute-apps, `nvidia-smi dmon` "
     "or pmon, plain `nvidia-smi` logged in a loop, a PyTorch memory snapshot; also as .gz or .xz"
 )
-# What is read of a directory. Each rank of a program may have a recording of its own.
-_OF_A_RUN = re.compile(r"(?:signal(?:[-_.].*)?|events|metrics)\.jsonl(?:\.gz|\.xz)?")
-_OF_A_MACHINE = re.compile(r"machine-\d+")
 _MOST_PATH, _MOST_NAMED = 1000, 8
 _HEAD_BYTES = 1 << 16
 _LOOKED_AT, _MOST_LOOKED_AT = 400, 1_000_000  # lines that tell the format
@@ -59,7 +53,7 @@ def read_trace(paths: Sequence[Path]) -> Trace:
     parts: list[Part] = []
     notes: list[str] = []
     seen: set[Path] = set()
-    header: Header | None = None
+    before: Part | None = None
     for given in paths:
         notes += _other_machines(given)
     for path in (file for given in paths for file in _files_of(given)):
@@ -68,7 +62,9 @@ def read_trace(paths: Sequence[Path]) -> Trace:
             notes.append(f"{path} was given twice and read once")
             continue
         seen.add(real)
-        part, header = _read(path, header)
+        part = _read(path, before)
+        # What the columns of a query are is known of its first file alone.
+        before = before if part.header is None else part
         part.source = _shown(path)
         parts.append(part)
     parts.sort(key=lambda part: part.kind != "recording")
@@ -89,14 +85,13 @@ def _files_of(path: Path) -> list[Path]:
     if not is_directory:
         return [path]
     try:
-        found = [file for file in sorted(path.iterdir()) if _OF_A_RUN.fullmatch(file.name)]
         # A run that has just begun has its files, but nothing in them.
-        filled = [file for file in found if file.is_file() and file.stat().st_size]
+        filled = [file for file in files_of(path) if file.is_file() and file.stat().st_size]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if not filled:
         raise ConfigError(
-            f"{path} is a directory without signal.jsonl, events.jsonl and metrics.jsonl, or they are "
+            f"{path} is a directory without {RECORDING}, {EVENTS} and {METRICS}, or they are "
             f"empty; name a run directory or a file; what can be read: {FORMATS}"
         )
     return filled
@@ -110,12 +105,11 @@ def _shown(path: Path) -> str:
 def _other_machines(path: Path) -> list[str]:
     """What is to be said of the folders that a run directory has for its other machines."""
     try:
-        found = [one_line(f.name) for f in path.iterdir() if _OF_A_MACHINE.fullmatch(f.name)]
+        found = machines_of(path)
     except (OSError, ValueError):  # no directory, or what reading its files will say
         return []
     if not found:
         return []
-    found.sort(key=lambda name: (len(name), name))
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return [
         f"the run's other machines are not in this: diagnose {', '.join(found[:_MOST_NAMED])}{more} in "
@@ -123,64 +117,67 @@ def _other_machines(path: Path) -> list[str]:
     ]
 
 
-def _read(path: Path, header: Header | None) -> tuple[Part, Header | None]:
+def _read(path: Path, before: Part | None) -> Part:
     text = TextFile(path)
     head = text.head(_HEAD_BYTES)
     if snapshot.looks_like(head):
         found, notes = snapshot.read_snapshot(path)
-        return Part(path.name, "snapshot", snapshots=found, notes=notes), header
+        return Part(path.name, "snapshot", snapshots=found, notes=notes)
     if head[257:262] == b"ustar":
         raise ConfigError(
             f"{_shown(path)} is a tar archive, perhaps of several runs; unpack it and name the files of one"
         )
-    kind = _kind_of(TextFile(path).lines())
-    if kind == "recording":
-        part = read_recording(text)
-    elif kind == "monitor":
-        part = dmon.MonitorReader(path.name).read(text.lines(whole=True))
-    elif kind == "table":
-        part = smi_table.TableReader(path.name).read(text, clean(head.replace(b"\0", b"")))
-    elif kind == "query":
-        reader = smi.QueryReader(path.name, header)
-        part = reader.read(text.lines(whole=True))
-        header = reader.header or header
-    elif not head.strip(_BLANK):
+    reader = _reader_for(TextFile(path).lines())
+    if reader is None and not head.strip(_BLANK):
         raise ConfigError(
             f"{_shown(path)} is empty; record for a few minutes of steady steps first"
         )
-    else:
+    if reader is None:
         raise ConfigError(
             f"{_shown(path)} looks like {_describe(head)}; what can be read: {FORMATS}"
         )
+    part = reader.read(text, before)
     part.notes += text.notes()
-    return part, header
+    return part
 
 
-_RECOGNISED: tuple[tuple[str, Callable[[str], bool], int], ...] = (
-    # A line of the first three cannot be anything else; a row of numbers can. Of a monitor's lines
-    # only headers are told apart.
-    ("recording", collector.recognises, 8),
-    ("monitor", dmon.recognises, _LOOKED_AT),
-    ("table", smi_table.recognises, 8),
-    ("query", smi.recognises, 1),
+class Reader(Protocol):
+    """One format of text files: a module with these two functions and an entry below."""
+
+    def recognises(self, line: str, /) -> bool:
+        """Whether the line is one of such a file."""
+        ...
+
+    def read(self, text: TextFile, before: Part | None, /) -> Part:
+        """What the file holds; `before` is what an earlier file of the run gave, if any."""
+        ...
+
+
+# By how much a line that is recognised speaks for the format: one of the first three cannot be anything
+# else, a row of numbers can. Of a monitor's lines only headers are told apart.
+_READERS: tuple[tuple[Reader, int], ...] = (
+    (recording, 8),
+    (dmon, _LOOKED_AT),
+    (smi_table, 8),
+    (smi, 1),
 )
 
 
-def _kind_of(lines: Iterable[str]) -> str | None:
-    """The format for which most lines speak, of the first that are known and those that follow."""
-    votes = dict.fromkeys((kind for kind, _, _ in _RECOGNISED), 0)
+def _reader_for(lines: Iterable[str]) -> Reader | None:
+    """Of the format for which most lines speak, of the first that are known and those that follow."""
+    votes = [0] * len(_READERS)
     last = _MOST_LOOKED_AT
     for n, line in enumerate(filter(str.strip, lines)):
         if n >= last:
             break
         plain = without_colours(line)
-        for kind, recognises, weight in _RECOGNISED:
-            if recognises(plain):
-                votes[kind] += weight
+        for place, (reader, weight) in enumerate(_READERS):
+            if reader.recognises(plain):
+                votes[place] += weight
                 last = min(last, n + _LOOKED_AT)
                 break
-    best = max(votes, key=lambda kind: votes[kind])
-    return best if votes[best] else None
+    best = max(votes)
+    return _READERS[votes.index(best)][0] if best else None
 
 
 def _describe(head: bytes) -> str:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from draftline.signal.readers.assemble import assemble
-from draftline.signal.readers.collector import Collector
-from draftline.signal.readers.json_row import Row
+from draftline.signal.readers.collector import Collector, layout_of
+from draftline.signal.readers.json_row import Row, parse
 from draftline.signal.readers.rows import Part
 from draftline.signal.readers.tail import GrowingFile
 from draftline.signal.readers.textfile import TextFile
 from draftline.signal.trace import Trace
 
 
-def read_recording(text: TextFile) -> Part:
+def recognises(line: str) -> bool:
+    """Whether the line is one of a recording, of a run's log, or of the per-step layout of others."""
+    row = parse(line)
+    return row is not None and layout_of(row) is not None
+
+
+def read(text: TextFile, _before: Part | None = None) -> Part:
     """What a file of JSON lines holds of its last run."""
     collector = Collector(text.name)
     for line in text.lines():

@@ -10,7 +10,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from draftline.signal.readers.columns import Header
 from draftline.signal.trace import Event, Program, Snapshot
+from draftline.signal.words import EVENTS
 
 # How times are given: seconds since 1970; the recording machine's wall clock, zone unknown; that
 # without a date; or not at all.
@@ -18,6 +20,8 @@ Clock = Literal["utc", "local", "daytime", "none"]
 # More are no real ones; each costs columns.
 MOST_DEVICES = 256
 _MOST_LISTED = 4096
+# What is kept of a run that goes on for days: steps and samples of each device, and events.
+LATEST_STEPS, LATEST_SAMPLES, LATEST_EVENTS = 4096, 8192, 1000
 
 
 class DeviceRows:
@@ -161,6 +165,7 @@ class Part:
         default_factory=dict
     )  # bytes of a device, where not in its rows
     is_log: bool = False
+    header: Header | None = None  # of comma-separated rows
     notes: list[str] = field(default_factory=list)
 
     def times(self) -> list[array[float]]:
@@ -168,6 +173,17 @@ class Part:
         found = [rows.time_s for rows in self.devices.values()]
         found += [lists.time_s for lists in self.processes.values()]
         return found + [steps.time_s for steps in self.steps.values()]
+
+    def trim(self) -> None:
+        """Forgets all but the latest rows and events, once there are twice as many."""
+        for steps in self.steps.values():
+            steps.trim(LATEST_STEPS)
+        for rows in self.devices.values():
+            rows.trim(LATEST_SAMPLES)
+        for lists in self.processes.values():
+            lists.trim(LATEST_SAMPLES)
+        if len(self.events) >= 2 * LATEST_EVENTS:
+            self.falls, self.events = [], _latest(self.events)
 
     def copy(self) -> Part:
         """The same, with rows of its own."""
@@ -192,6 +208,14 @@ class Part:
         if rows is None and len(self.processes) < MOST_DEVICES:
             rows = self.processes[name] = ProcessRows()
         return rows
+
+
+def _latest(events: list[Event]) -> list[Event]:
+    """The last of the events, and before them the last of those that still hold: a storm of compiles
+    must not push these out."""
+    old, kept = events[:-LATEST_EVENTS], events[-LATEST_EVENTS:]
+    lasting = [event for event in old if event.kind in EVENTS and EVENTS[event.kind].lasting]
+    return [*lasting[-LATEST_EVENTS // 2 :], *kept]
 
 
 AnyRows = TypeVar("AnyRows", DeviceRows, ProcessRows, StepRows)

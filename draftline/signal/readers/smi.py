@@ -20,6 +20,7 @@ from draftline.signal.readers.columns import (
 )
 from draftline.signal.readers.identity import choose, one_to_one, read_index
 from draftline.signal.readers.rows import DeviceRows, Part
+from draftline.signal.readers.textfile import TextFile
 from draftline.signal.readers.units import Bare
 from draftline.signal.trace import MIB, one_line
 
@@ -46,7 +47,16 @@ def recognises(line: str) -> bool:
     )
 
 
-class QueryReader:
+def read(text: TextFile, before: Part | None = None) -> Part:
+    """The rows of a file; one that continues the file `before` has no header of its own."""
+    earlier = None if before is None else before.header
+    reader = _QueryReader(text.name, earlier)
+    part = reader.read(text.lines(whole=True))
+    part.header = reader.header or earlier
+    return part
+
+
+class _QueryReader:
     """Makes a Part of the lines of one file.
 
     `header` says what the columns of an earlier file are: rows of a continued one have no header.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from draftline.signal.readers.clock import Stamp, read_stamp
 from draftline.signal.readers.rows import Part
 from draftline.signal.readers.screen import PLACED, replay, without_colours
-from draftline.signal.readers.textfile import TextFile
+from draftline.signal.readers.textfile import TextFile, clean
 from draftline.signal.trace import MIB
 
 _HEAD = re.compile(r"\|\s*NVIDIA-SMI\s+\S+")
@@ -25,6 +25,7 @@ _PROCESS = re.compile(
     r"\|\s*(\d{1,3})\s+(?:(N/A|\d{1,3})\s+(N/A|\d{1,3})\s+)?(\d{1,15})\s+(?:C\+G|M\+C|[CGM])\s.*?"
     r"\s(?:(\d{1,9})MiB|N/A)\s*\|\s*$"
 )
+_HEAD_BYTES = 1 << 16  # that show whether the cursor was placed
 _WIDEST = 300  # characters; a table has 79 to 91, and a search may take the square of them
 
 
@@ -33,7 +34,13 @@ def recognises(line: str) -> bool:
     return len(line) <= _WIDEST and any(p.search(line) for p in (_HEAD, _GPU, _MEMORY))
 
 
-class TableReader:
+def read(text: TextFile, _before: Part | None = None) -> Part:
+    """All tables of a file, and what `watch` drew where its beginning shows that."""
+    head = clean(text.head(_HEAD_BYTES).replace(b"\0", b""))
+    return _TableReader(text.name).read(text, drawn=PLACED.search(head) is not None)
+
+
+class _TableReader:
     """Makes a Part of one file. A MIG instance is a device of its own, named like 0/gi7/ci0."""
 
     def __init__(self, source: str) -> None:
@@ -47,9 +54,8 @@ class TableReader:
         self._seen: list[str] = []
         self._any_listed = False
 
-    def read(self, text: TextFile, head: str) -> Part:
-        """All tables of the file; `head` is its beginning, which shows whether `watch` drew it."""
-        if PLACED.search(head) is not None:
+    def read(self, text: TextFile, *, drawn: bool) -> Part:
+        if drawn:
             before: list[str] = []
             for screen in replay(text.pieces()):
                 if screen != before:

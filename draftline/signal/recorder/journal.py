@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from draftline.signal.readers.assemble import assemble
+from draftline.signal.readers.collector import Collector
 from draftline.signal.recorder.clock import now_s, steady_s
 from draftline.signal.recorder.lines import LineFile
 from draftline.signal.recorder.nvml import Reading
-from draftline.signal.recorder.recent import Recent
 from draftline.signal.recorder.thinning import Thinning
 from draftline.signal.trace import Event, Trace, one_line
 
@@ -32,7 +34,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.file = LineFile(path)
-        self._recent = Recent()
+        self._latest = Collector(str(path), live=True)
+        self._lock = threading.Lock()
         self._thinning: dict[tuple[str, str], Thinning] = {}
         self._events: dict[str, int] = {}
 
@@ -56,8 +59,7 @@ class Journal:
             "devices": devices,
             "facts": facts,
         }
-        self._recent.program(line)
-        self.file.add(line)
+        self._add(line)
 
     def facts(self, devices: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """What became known of the program after its start: devices, another stance."""
@@ -67,37 +69,31 @@ class Journal:
             "devices": devices,
             "facts": facts,
         }
-        self._recent.program(line)
-        self.file.add(line)
+        self._add(line)
 
     def phase(self, name: str) -> None:
         time_s, name = _rounded(now_s()), one_line(name)
-        self._recent.event(Event(time_s, "phase", name))
-        self.file.add({"kind": "phase", "time_s": time_s, "phase": name})
+        self._add({"kind": "phase", "time_s": time_s, "phase": name})
 
     def event(self, event: Event) -> None:
         event = replace(event, time_s=steady_s(event.time_s), text=one_line(event.text, _MOST_TEXT))
-        self._recent.event(event)
+        line = {
+            "kind": "event",
+            "time_s": _rounded(event.time_s),
+            "event": event.kind,
+            "device": event.device,
+            "text": event.text,
+            "seconds": None if event.seconds is None else _rounded(event.seconds),
+        }
         written = self._events[event.kind] = self._events.get(event.kind, 0) + 1
-        if written > _MOST_EVENTS:
-            if written == _MOST_EVENTS + 1:
-                log.warning(
-                    "%s: %d events of kind %s are enough; later ones are counted and not written",
-                    self.file.path.name,
-                    _MOST_EVENTS,
-                    event.kind,
-                )
-            return
-        self.file.add(
-            {
-                "kind": "event",
-                "time_s": _rounded(event.time_s),
-                "event": event.kind,
-                "device": event.device,
-                "text": event.text,
-                "seconds": None if event.seconds is None else _rounded(event.seconds),
-            }
-        )
+        if written == _MOST_EVENTS + 1:
+            log.warning(
+                "%s: %d events of kind %s are enough; later ones are counted and not written",
+                self.file.path.name,
+                _MOST_EVENTS,
+                event.kind,
+            )
+        self._add(line, write=written <= _MOST_EVENTS)
 
     def step(
         self, device: str, number: int, wall_s: float | None, values: Mapping[str, float]
@@ -111,14 +107,12 @@ class Journal:
             "wall_ms": None if wall_s is None else round(wall_s * 1000, 3),
             **values,
         }
-        self._recent.step(line)
-        self._add(line)
+        self._add_thinned(line)
 
     def sample(self, reading: Reading) -> None:
-        self._recent.sample(reading)
         processes = reading.processes
         told = None if processes is None else {str(p): held for p, held in processes.items()}
-        self._add(
+        self._add_thinned(
             {
                 "kind": "device",
                 "time_s": _rounded(reading.time_s),
@@ -130,14 +124,21 @@ class Journal:
             }
         )
 
-    def _add(self, line: Mapping[str, Any]) -> None:
+    def _add_thinned(self, line: dict[str, Any]) -> None:
         thinning = self._thinning.setdefault((line["kind"], line["device"]), Thinning())
-        told = thinning.take(line)
-        if told is not None:
-            self.file.add(told)
+        self._add(line, write=thinning.take(line))
+
+    def _add(self, line: dict[str, Any], *, write: bool = True) -> None:
+        with self._lock:
+            self._latest.take(line)
+        if write:
+            self.file.add(line)
 
     def trace(self) -> Trace:
-        return self._recent.trace(str(self.file.path))
+        """What is known lately, in bounded memory, as a reader of the file would have it."""
+        with self._lock:
+            part = self._latest.finished().copy()
+        return assemble([part])
 
 
 def _rounded(seconds: float) -> float:

@@ -275,3 +275,35 @@ def open_source(
         raise Unavailable(f"{why}, and there is no program nvidia-smi")
     log.warning("device memory is sampled by nvidia-smi, once a second at most: %s", why)
     return SmiProgram(program)
+
+
+def driver_facts(source: Callable[[], Source] = open_source) -> dict[str, Any]:
+    """What the driver says of the machine: `gpus` (every one that it shows), its version as `driver`,
+    and as `driver_cuda` the newest CUDA it can run. None stands for what is unknown."""
+    facts: dict[str, Any] = {"gpus": None, "driver": None, "driver_cuda": None}
+    try:
+        opened = source()
+    except Unavailable:
+        return facts
+    try:
+        facts["gpus"] = [
+            {"index": d.name, "uuid": d.uuid, "name": d.product, "total_bytes": d.total_bytes}
+            for d in opened.devices()
+        ]
+        return facts | _versions()
+    finally:
+        opened.close()
+
+
+def _versions() -> dict[str, str]:
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        version = nvml.nvmlSystemGetDriverVersion()
+        cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
+    except (nvml.NVMLError, AttributeError, ValueError):
+        return {}
+    text = version.decode(errors="replace") if isinstance(version, bytes) else str(version)
+    return {"driver": text, "driver_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}

@@ -14,16 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftline.environment import environment
 from draftline.errors import ConfigError
-from draftline.signal.environment import environment
 from draftline.signal.recorder import counters
 from draftline.signal.recorder.hooks import CompileHooks
 from draftline.signal.recorder.journal import Journal
 from draftline.signal.recorder.marks import Phase, Step, check_tokens
 from draftline.signal.recorder.naming import DeviceNames
-from draftline.signal.recorder.nvml import Reading
+from draftline.signal.recorder.nvml import Reading, driver_facts
 from draftline.signal.recorder.sample import DeviceSampler
-from draftline.signal.trace import EVENTS, TOTALS, Event, Trace
+from draftline.signal.trace import TOTALS, Event, Trace
+from draftline.signal.words import RECORDED
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Recorder:
                 return self
             self._facts = counters.facts()
             self._names.look()
-            facts = {**environment(), **self._facts}
+            facts = {**environment(), **driver_facts(), **self._facts}
             self._journal.start(self._program, self._expects, self._names.described, facts)
             self._started = True  # only now, since the start is a recording's first line
         self._sampler.start()
@@ -181,10 +182,9 @@ class Recorder:
     def event(
         self, kind: str, text: str = "", device: str | None = None, seconds: float | None = None
     ) -> None:
-        """Records something at this moment; `kind` is one of `trace.EVENTS`."""
-        if kind not in EVENTS or kind == "phase":
-            known = ", ".join(name for name in EVENTS if name != "phase")
-            raise ConfigError(f"event {kind!r}: known are {known}")
+        """Records something at this moment; `kind` is one of `words.RECORDED`."""
+        if kind not in RECORDED:
+            raise ConfigError(f"event {kind!r}: known are {', '.join(RECORDED)}")
         if self.start().live:
             self._journal.event(Event(time.time(), kind, text, device, seconds))
 
@@ -206,7 +206,7 @@ class Recorder:
         self.count("captures")
 
     def trace(self) -> Trace:
-        """What was recorded lately, for a live verdict: as much as `draftline.signal.latest` says."""
+        """What was recorded lately, for a live verdict: as much as `readers.rows` keeps."""
         return self._journal.trace()
 
     # What is recorded

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-FULL = 1024  # lines of a kind and device that are all written, and whole
+FULL = 1024  # lines of a kind and device that are all written
 # Not even a still device is recorded more rarely: a verdict needs some lines between two pauses.
 MOST_APART_S = 4.2
 # A value that moved so often tells nothing new by moving.
 _MOST_MOVES = 16384
-_WHOLE_EVERY = 64
 _MOVES = (
     "device_allocations",
     "device_frees",
@@ -28,7 +27,6 @@ _MOVES = (
     "reserved_bytes",
     "used_bytes",
 )
-_ALWAYS = ("kind", "time_s", "device")
 
 
 class Thinning:
@@ -45,24 +43,18 @@ class Thinning:
         self._seen: dict[str, Any] = {}
         self._moves: Counter[str] = Counter()
         self._seen_s = self._written_s = 0.0
-        self._written: Mapping[str, Any] = {}
-        self._short = 0
 
-    def take(self, line: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What is to be written of the line, None where it is left out. A short line has `like_ms`, how
-        long before it the last one was written, and lacks what is the same there."""
+    def take(self, line: Mapping[str, Any]) -> bool:
+        """Whether the line is to be written."""
         time_s = line["time_s"]
         until_next_s, self._seen_s = time_s - self._seen_s, time_s
         rare = time_s + until_next_s - self._written_s > MOST_APART_S
         if not (self._moved(line) or rare or self._left_out + 1 >= self._stride):
             self._left_out += 1
-            return None
+            return False
         self._count()
-        whole = self._wide + self._close <= FULL or self._short >= _WHOLE_EVERY
-        told = line if whole else _differing(line, self._written)
-        self._short = 0 if whole else self._short + 1
-        self._written, self._written_s, self._left_out = line, time_s, 0
-        return told
+        self._written_s, self._left_out = time_s, 0
+        return True
 
     def _moved(self, line: Mapping[str, Any]) -> bool:
         """Whether the line tells what none before it told."""
@@ -81,13 +73,3 @@ class Thinning:
             self._close += self._wide
             self._wide = 0
             self._stride *= 2
-
-
-def _differing(line: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    told = {
-        name: value
-        for name, value in line.items()
-        if name in _ALWAYS or name not in before or before[name] != value
-    }
-    told |= {name: None for name in before if name not in line}
-    return {**told, "like_ms": round((line["time_s"] - before["time_s"]) * 1000)}

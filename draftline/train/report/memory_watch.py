@@ -14,7 +14,8 @@ from draftline.choices import Choices
 from draftline.config.training import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
-from draftline.signal.judge.verdict import DeviceVerdict, Verdict, judge
+from draftline.signal.judge.verdict import DeviceVerdict, Verdict
+from draftline.signal.monitor import Monitor
 from draftline.signal.recorder.record import Recorder
 from draftline.signal.trace import device_name
 
@@ -48,16 +49,16 @@ class MemoryWatch:
             hz=section.hz,
             program="draftline train",
         )
+        self._monitor = Monitor(self._recorder.trace)
         self.stopped: RunError | None = None
         self._stop: Callable[[], None] = lambda: None
         self._launched: str | None = None
         self._replays: Callable[[], int] = lambda: 0
         self._replayed = 0
-        self._sealed_s = self._looked_s = 0.0
+        self._sealed_s = 0.0
         self._steps = 0
-        self._said_launch = self._launch_over = self._broken = False
+        self._said_launch = self._launch_over = False
         self._suspect: tuple[str, float] = ("", 0.0)
-        self._said: set[str] = set()
 
     def __enter__(self) -> MemoryWatch:
         self._recorder.start()
@@ -113,10 +114,8 @@ class MemoryWatch:
         if self._launched is None or self._steps < (1 if late else _FEWEST_STEPS):
             return
         every = _LATER_LOOK_S if self._said_launch and self._launch_over else _LAUNCH_LOOK_S
-        if now - self._looked_s < every:
-            return
-        self._looked_s = now
-        self._look(enough=late or not self._cuda)
+        if self._monitor.due(now, every):
+            self._look(enough=late or not self._cuda)
 
     def close(self) -> None:
         """The last judgement, when the steps are over: says the launch line of a short run too. There is
@@ -133,7 +132,7 @@ class MemoryWatch:
             if say:
                 self._say_launch("there is no device memory to watch")
             return
-        verdict = self._verdict()
+        verdict = self._monitor.look(time.monotonic())
         if verdict is None:
             return
         if say:
@@ -149,16 +148,6 @@ class MemoryWatch:
         if words is not None:
             self._warn(verdict, words)
         self._launch_over |= through
-
-    def _verdict(self) -> Verdict | None:
-        """None where judging failed, which is said once: it must not end the run it judges."""
-        try:
-            return judge(self._recorder.trace())
-        except Exception:
-            if not self._broken:
-                self._broken = True
-                log.warning("the run's memory cannot be judged", exc_info=True)
-            return None
 
     def _is_sure(self, found: str) -> bool:
         """Whether the same cause was found on the same device some time ago, and ever since."""
@@ -187,12 +176,8 @@ class MemoryWatch:
 
     def _warn(self, verdict: Verdict, words: str) -> None:
         """Says a finding once, in the log, the run log and to whoever is notified."""
-        key = ";".join(
-            f"{d.device} {d.shape} {[c.cause for c in d.faults]}" for d in verdict.devices
-        )
-        if key in self._said:
+        if not self._monitor.is_news():
             return
-        self._said.add(key)
         log.warning("memory: %s", words)
         self._runlog.event("verdict", {"step": self._steps, **_short(verdict)})
         self._notify(words)

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 import confusion
 from confusion import ALL, COUNTERS, SMI, Recording
 
-from draftline.signal.judge.cause import FAULTS
 from draftline.signal.judge.verdict import DeviceVerdict, judge
 from draftline.signal.readers.read import read_trace
 from draftline.signal.trace import Samples, Trace
+from draftline.signal.words import FAULTS
 
 GIB = 2.0**30
 SIDES = json.loads((confusion.CORPUS / "split.json").read_text())

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftline.signal.judge.cause import FAULTS
 from draftline.signal.judge.verdict import judge
 from draftline.signal.trace import join
+from draftline.signal.words import FAULTS
 from tests.support.faulty_runs import MARKS, STEPS
 from tests.support.plausible import AT, QUIET, causes, compiled_at, said, slow
 from tests.support.traces import (

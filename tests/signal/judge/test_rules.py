@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftline.signal.judge.cause import CAUSES, because, last_text
-from draftline.signal.judge.cause import FAULTS as FAULT_NAMES
+from draftline.signal.judge.cause import because, last_text
 from draftline.signal.judge.compiler_rules import COMPILER_RULES, compile_storm, recompiling
 from draftline.signal.judge.findings import find_causes
 from draftline.signal.judge.memory_rules import (
@@ -22,6 +21,8 @@ from draftline.signal.judge.memory_rules import (
     unbounded_shapes,
 )
 from draftline.signal.trace import TOTALS, Event
+from draftline.signal.words import CAUSES
+from draftline.signal.words import FAULTS as FAULT_NAMES
 from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS, STEPS
 from tests.support.judged import causes, seen, sentence
 from tests.support.traces import (

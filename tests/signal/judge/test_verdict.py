@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftline.signal.judge.cause import CAUSES
 from draftline.signal.judge.shape import SHAPES
 from draftline.signal.judge.verdict import Verdict, judge, report_lines
 from draftline.signal.trace import join
+from draftline.signal.words import CAUSES
 from tests.support.faulty_runs import FAULTS, HEALTHY, MARKS
 from tests.support.judged import first
 from tests.support.traces import (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
+from draftline.signal.draftline_run import Pace
 from draftline.signal.live.run_feed import RunFeed
 from draftline.signal.live.watcher import Watch
 
@@ -68,7 +69,7 @@ def test_a_file_that_appears_later_is_found(tmp_path: Path) -> None:
     told = feed.poll(NOW_S + 5)
 
     assert [e.kind for e in told] == ["oom"]
-    assert feed.metrics["step_ms"] == 20.0
+    assert feed.pace.step_ms == 20.0
 
 
 def test_a_run_ends_as_it_says_and_goes_on_after_a_resume(tmp_path: Path) -> None:
@@ -117,7 +118,10 @@ def test_a_recording_that_was_finished_long_ago_has_ended(tmp_path: Path) -> Non
     zeros = " ".join(["0"] * 17)
     (proc / "1" / "stat").write_text(f"1 (init) S 0 {zeros} 100 0\n")
     (proc / "stat").write_text("btime 1000000000\n")  # it began before the recording, and lives
-    for name, rows in (("signal", [start(1), device(0)]), ("metrics", [{"step_ms": 20.0}])):
+    for name, rows in (
+        ("signal", [start(1), device(0)]),
+        ("metrics", [{"step": 1, "step_ms": 20.0}]),
+    ):
         write(tmp_path / f"{name}.jsonl", *rows)
         os.utime(tmp_path / f"{name}.jsonl", (NOW_S, NOW_S))
 
@@ -203,5 +207,5 @@ def test_values_of_a_wrong_kind_are_unknown(tmp_path: Path, wrong: object) -> No
     watch.poll(NOW_S)
 
     assert watch.summary(NOW_S, feed.ended(NOW_S + 60) or "a snapshot")
-    assert feed.metrics == {"time_s": NOW_S, "tokens_per_s": 5.0}
+    assert feed.pace == Pace(tokens_per_s=5.0)
     assert not any("None" in alert.text for alert in watch.alerts.known.values())

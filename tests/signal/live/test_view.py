@@ -2,6 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftline.signal.draftline_run import Pace, pace_of
 from draftline.signal.live.alerts import Alert
 from draftline.signal.live.view import (
     DeviceRow,
@@ -125,10 +126,10 @@ def test_the_rate_comes_from_metrics_else_from_steps() -> None:
     time_s = np.arange(100.0)
     wall_ms = np.full(100, 200.0)
     steps = Steps("0", time_s, time_s, wall_ms, {"tokens": np.full(100, 4096.0)})
-    metrics = {"step": 8, "step_ms": 41.25, "tokens_per_s": 99410.0, "targets_waited_pct": 3.2}
+    row = {"step": 8, "step_ms": 41.25, "tokens_per_s": 99410.0, "targets_waited_pct": 3.2}
 
-    assert rate(Trace(), {}) is None
-    assert rate(Trace(steps=(steps,)), {}) == "step 99, 200.0 ms a step, 20,480 tokens/s"
-    assert rate(Trace(steps=(steps,)), metrics) == (
-        "step 8, 41.2 ms a step, 99,410 tokens/s, waiting: targets 3 %"
+    assert rate(Trace(), Pace()) is None
+    assert rate(Trace(steps=(steps,)), Pace()) == "step 99, 200.0 ms per step, 20,480 tokens/s"
+    assert rate(Trace(steps=(steps,)), pace_of(row)) == (
+        "step 8, 41.2 ms per step, 99,410 tokens/s, waiting: targets 3 %"
     )

@@ -1,9 +1,7 @@
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import pytest
 
+from draftline.signal.draftline_run import Pace
 from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.verdict import DeviceVerdict, Verdict
 from draftline.signal.live.view import lines, plain
@@ -20,7 +18,7 @@ class FakeFeed:
     notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.metrics: Mapping[str, Any] = {}
+        self.pace = Pace()
         self.events: list[Event] = []
         self.busy: list[tuple[str, float]] = []
         self.traced = 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.signal import latest
+from draftline.signal.readers import rows as kept
 from draftline.signal.readers.read import read_trace
 from draftline.signal.readers.recording import RecordingTail
 from draftline.signal.trace import Event
@@ -137,9 +137,9 @@ def test_tail_follows_a_new_run_and_a_new_file(tmp_path: Path) -> None:
 
 
 def test_tail_keeps_the_latest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latest, "STEPS", 50)
-    monkeypatch.setattr(latest, "SAMPLES", 20)
-    monkeypatch.setattr(latest, "EVENTS", 10)
+    monkeypatch.setattr(kept, "LATEST_STEPS", 50)
+    monkeypatch.setattr(kept, "LATEST_SAMPLES", 20)
+    monkeypatch.setattr(kept, "LATEST_EVENTS", 10)
     rows = recording_rows(1000)
     for n in range(200):
         at = START_S + 0.25 * n

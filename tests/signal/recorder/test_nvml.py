@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ from hypothesis import strategies as st
 
 from draftline.signal.recorder.nvml import (
     MIB,
+    Device,
     Nvml,
     Reading,
     SmiProgram,
     Unavailable,
+    driver_facts,
     open_source,
     parse_rows,
     process_bytes,
@@ -189,3 +194,64 @@ def test_no_cell_breaks_a_row(cells: list[str]) -> None:
     for device, reading in parse_rows(", ".join(cells), 1.0):
         assert (device.name, reading.processes) == (reading.device, None)
         assert reading.used_bytes is None or reading.used_bytes >= 0
+
+
+# driver_facts
+
+
+class FakeSource:
+    hz_limit = 1.0
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def devices(self) -> list[Device]:
+        return [Device("0", "GPU-a", "NVIDIA H200", 10), Device("MIG-1", "MIG-1", "", None)]
+
+    def read(self, names: object) -> list[Reading]:
+        return []
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def refuse() -> None:
+    raise NVMLError("uninitialised")
+
+
+def use_nvml(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **functions))
+
+
+def test_gpus_and_driver_come_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_nvml(
+        monkeypatch,
+        nvmlSystemGetDriverVersion=lambda: b"580.159.04",
+        nvmlSystemGetCudaDriverVersion=lambda: 12040,
+    )
+    source = FakeSource()
+    facts = driver_facts(lambda: source)
+    assert facts["driver"] == "580.159.04"
+    assert facts["driver_cuda"] == "12.4"
+    assert facts["gpus"] == [
+        {"index": "0", "uuid": "GPU-a", "name": "NVIDIA H200", "total_bytes": 10},
+        {"index": "MIG-1", "uuid": "MIG-1", "name": "", "total_bytes": None},
+    ]
+    assert source.closed
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_a_driver_that_tells_no_version_leaves_the_gpus_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_nvml(monkeypatch, nvmlSystemGetDriverVersion=refuse)
+    facts = driver_facts(FakeSource)
+    assert facts["driver"] is None
+    assert len(facts["gpus"]) == 2
+
+
+def test_without_a_driver_the_gpus_are_unknown_and_not_none_at_all() -> None:
+    def missing() -> FakeSource:
+        raise Unavailable("no driver")
+
+    assert driver_facts(missing) == {"gpus": None, "driver": None, "driver_cuda": None}

@@ -30,6 +30,7 @@ from tests.support.recordings import read_rows
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No driver, and no torch unless a test puts one in."""
     monkeypatch.setattr(record, "environment", lambda: {"python": "3"})
+    monkeypatch.setattr(record, "driver_facts", dict)
     for name in list(sys.modules):
         if name == "torch" or name.startswith("torch."):
             monkeypatch.delitem(sys.modules, name)

@@ -16,6 +16,7 @@ from draftline.choices import Choices
 from draftline.config.training import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
+from draftline.signal import monitor
 from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.verdict import DeviceVerdict, Verdict
 from draftline.train.report import memory_watch
@@ -54,7 +55,7 @@ class Watched:
             self.asked += 1
             return found
 
-        monkeypatch.setattr(memory_watch, "judge", judge)
+        monkeypatch.setattr(monitor, "judge", judge)
         monkeypatch.setattr(memory_watch, "_LAUNCH_LOOK_S", 0.0)
         monkeypatch.setattr(memory_watch, "_LATER_LOOK_S", 0.0)
         monkeypatch.setattr(memory_watch, "time", self)
@@ -115,7 +116,7 @@ def test_what_goes_away_within_seconds_stops_nothing(
         run.watch.sealed("3 graphs compiled", replays=lambda: 0)
         for number in range(1, 41):
             if number == 20:
-                monkeypatch.setattr(memory_watch, "judge", lambda _: verdict(HEALTHY))
+                monkeypatch.setattr(monitor, "judge", lambda _: verdict(HEALTHY))
             run.step(number)
 
 
@@ -156,9 +157,9 @@ def test_after_the_launch_it_warns_once_a_cause_and_goes_on(
         run.watch.sealed("3 graphs compiled", replays=lambda: 0)
         for number in range(1, 141):
             if number == 50:
-                monkeypatch.setattr(memory_watch, "judge", lambda _: verdict(LEAK, "slope"))
+                monkeypatch.setattr(monitor, "judge", lambda _: verdict(LEAK, "slope"))
             if number == 100:
-                monkeypatch.setattr(memory_watch, "judge", lambda _: verdict(LEAK, "staircase"))
+                monkeypatch.setattr(monitor, "judge", lambda _: verdict(LEAK, "staircase"))
             run.step(number)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 2  # another shape is another finding
@@ -175,7 +176,7 @@ def test_stop_ends_a_run_later_through_its_last_checkpoint(
         run.watch.sealed("3 graphs compiled", replays=lambda: 0)
         for number in range(1, 61):
             if number == 30:
-                monkeypatch.setattr(memory_watch, "judge", lambda _: verdict(LEAK, "slope"))
+                monkeypatch.setattr(monitor, "judge", lambda _: verdict(LEAK, "slope"))
             run.step(number)
     assert run.stops == 1
     assert "this run is broken: GPU 0: leak" in str(run.watch.stopped)
@@ -210,9 +211,9 @@ def test_a_judge_that_fails_is_said_once_and_ends_nothing(
     def fail(_trace: object) -> Verdict:
         raise ValueError("no such shape")
 
-    monkeypatch.setattr(memory_watch, "judge", fail)
+    monkeypatch.setattr(monitor, "judge", fail)
     run.run(40)
-    assert caplog.text.count("the run's memory cannot be judged") == 1
+    assert caplog.text.count("the program's memory cannot be judged") == 1
 
 
 def test_missing_readings_of_the_driver_are_a_recorded_choice(

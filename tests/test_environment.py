@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,77 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftline.signal import environment as module
-from draftline.signal.environment import environment, variables
-from draftline.signal.recorder.nvml import Device, Unavailable
+import draftline.environment as module
+from draftline.environment import environment, provenance, variables
 
 
-class FakeSource:
-    def __init__(self) -> None:
-        self.closed = False
-
-    def devices(self) -> list[Device]:
-        return [Device("0", "GPU-a", "NVIDIA H200", 10), Device("MIG-1", "MIG-1", "", None)]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class NvmlError(Exception):
-    pass
-
-
-def refuse() -> None:
-    raise NvmlError("uninitialised")
-
-
-def use_nvml(monkeypatch: pytest.MonkeyPatch, **functions: object) -> FakeSource:
-    source = FakeSource()
-    monkeypatch.setattr(module, "open_source", lambda: source)
-    nvml = SimpleNamespace(NVMLError=NvmlError, **functions)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    return source
-
-
-def test_gpus_and_driver_come_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = use_nvml(
-        monkeypatch,
-        nvmlSystemGetDriverVersion=lambda: b"580.159.04",
-        nvmlSystemGetCudaDriverVersion=lambda: 12040,
-    )
-    facts = environment()
-    assert facts["driver"] == "580.159.04"
-    assert facts["driver_cuda"] == "12.4"
-    assert facts["gpus"] == [
-        {"index": "0", "uuid": "GPU-a", "name": "NVIDIA H200", "total_bytes": 10},
-        {"index": "MIG-1", "uuid": "MIG-1", "name": "", "total_bytes": None},
-    ]
-    assert source.closed
-    assert json.loads(json.dumps(facts)) == facts
-
-
-def test_a_driver_that_tells_no_version_leaves_the_gpus_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_nvml(monkeypatch, nvmlSystemGetDriverVersion=refuse)
-    facts = environment()
-    assert facts["driver"] is None
-    assert len(facts["gpus"]) == 2
-
-
-def test_without_a_driver_the_gpus_are_unknown_and_not_none_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing() -> FakeSource:
-        raise Unavailable("no driver")
-
-    monkeypatch.setattr(module, "open_source", missing)
-    facts = environment()
-    assert facts["gpus"] is None
-    assert facts["driver"] is None
-    assert facts["python"] == sys.version.split()[0]
-    assert facts["versions"]["torch"].startswith("2.")
-    assert facts["cpus"] >= 1
+def test_what_a_run_was_made_by_holds_what_a_recording_says_of_its_machine() -> None:
+    """One record: a run's log alone tells as much as its recording does."""
+    known, made_by = environment(), provenance()
+    assert {name: made_by[name] for name in known} == known
 
 
 def test_only_variables_that_matter_are_kept() -> None:
@@ -187,8 +125,50 @@ def test_cuda_of_an_installed_torch_is_read_without_importing_it(
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from draftline.signal.environment import environment; environment(); "
+        "import sys; from draftline.environment import environment; environment(); "
         "print({'torch', 'pydantic', 'rich', 'transformers', 'plotly'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_provenance_can_be_written_and_names_the_versions() -> None:
+    seen = provenance()
+    assert json.loads(json.dumps(seen)) == seen
+    assert {"torch", "transformers", "numpy"} <= set(seen["versions"])
+    assert seen["cpus"] == len(os.sched_getaffinity(0))
+    assert seen["argv"][0] == Path(seen["argv"][0]).name
+
+
+def git(directory: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(directory), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_is_that_of_draftline_and_of_no_other_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "draftline"
+    package.mkdir()
+    source = package / "environment.py"
+    source.write_text("one\n")
+    (tmp_path / ".gitignore").write_text("draftline\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".gitignore")
+    git(tmp_path, "commit", "-qm", "somebody's project, with draftline installed inside")
+    monkeypatch.setattr(module, "__file__", str(source))
+    assert (provenance()["commit"], provenance()["modified"]) == (None, None)
+
+    git(tmp_path, "add", "-f", "draftline")
+    git(tmp_path, "commit", "-qm", "draftline itself")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert (provenance()["commit"], provenance()["modified"]) == (head, False)
+    source.write_text("two\n")
+    assert provenance()["modified"] is True
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    seen = provenance()
+    assert (seen["commit"], seen["modified"]) == (None, None)

@@ -1,4 +1,5 @@
-"""What a program ran in, as far as it bears on its memory and speed: versions, GPUs, variables, limits.
+"""What a program ran in, as far as it bears on its memory and speed: versions, variables, limits, and
+the commit of draftline's own sources. A recording, a run and a checkpoint all hold this one record.
 
 Nothing heavy is imported for it, and what cannot be had is None.
 """
@@ -6,18 +7,17 @@ Nothing heavy is imported for it, and what cannot be had is None.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from draftline.signal.recorder.nvml import Unavailable, open_source
 
 PACKAGES = (
     "draftline",
@@ -62,18 +62,14 @@ _LONGEST = 200
 
 
 def environment() -> dict[str, Any]:
-    """Versions, GPUs with their driver, variables, CPUs and memory of this process's machine, as
-    plain values that can be written as JSON. `None` stands for what is unknown."""
-    gpus, driver, reached = _gpus()
+    """Versions, variables, CPUs and memory of this process's machine, as plain values that can be
+    written as JSON. `None` stands for what is unknown."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()}-{platform.machine()}",
         "kernel": platform.release() or None,
         "versions": _versions(),
         "cuda": _cuda_of_torch(),
-        "driver": driver,
-        "driver_cuda": reached,
-        "gpus": gpus,
         "variables": variables(os.environ),
         "cpus": _cpus(),
         "cpu_limit": _cpu_limit(Path("/sys/fs/cgroup")),
@@ -81,6 +77,43 @@ def environment() -> dict[str, Any]:
         "memory_limit_bytes": _memory_limit(Path("/sys/fs/cgroup")),
         "container": _in_container(Path("/"), os.environ),
     }
+
+
+def provenance() -> dict[str, Any]:
+    """The environment, the source commit with whether it was modified, the command and the time.
+
+    It runs git three times and tells the sources as they lie there now: ask once, at the start.
+    """
+    tracked = _is_tracked()
+    modified = _git("status", "--porcelain", "--untracked-files=no") if tracked else None
+    return {
+        **environment(),
+        "commit": _git("rev-parse", "HEAD") if tracked else None,
+        "modified": bool(modified) if tracked else None,
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def source_diff() -> str | None:
+    """What the sources have that their commit has not, or None where nothing differs."""
+    return (_git("diff", "HEAD") or None) if _is_tracked() else None
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _is_tracked() -> bool:
+    """Whether the sources belong to the repository they lie in, and not to somebody else's."""
+    return bool(_git("ls-files", Path(__file__).name))
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -128,36 +161,6 @@ def _cuda_of_torch() -> str | None:
         return None
     found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
-
-
-def _gpus() -> tuple[list[dict[str, Any]] | None, str | None, str | None]:
-    """Every GPU that the driver shows, the driver's version, and the newest CUDA it can run."""
-    try:
-        source = open_source()
-    except Unavailable:
-        return None, None, None
-    try:
-        rows = [
-            {"index": d.name, "uuid": d.uuid, "name": d.product, "total_bytes": d.total_bytes}
-            for d in source.devices()
-        ]
-        return rows, *_driver()
-    finally:
-        source.close()
-
-
-def _driver() -> tuple[str | None, str | None]:
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return None, None
-    try:
-        version = nvml.nvmlSystemGetDriverVersion()
-        cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
-    except (nvml.NVMLError, AttributeError, ValueError):
-        return None, None
-    text = version.decode(errors="replace") if isinstance(version, bytes) else str(version)
-    return text, f"{cuda // 1000}.{cuda % 1000 // 10}"
 
 
 def _cpus() -> int | None:
