@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "signal.readers": {"errors", *_SIGNAL_GROUND},
     "signal.judge": {"errors", *_SIGNAL_GROUND},
     "signal.live": {"errors", "signal.recorder", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
-    "signal.pages": {"errors", "runlog", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
+    "signal.report": {"errors", "runlog", "signal.readers", "signal.judge", *_SIGNAL_GROUND},
     "signal": {"signal.recorder", "signal.judge", *_SIGNAL_GROUND},
     "runtime": _GROUND,
     "data": _GROUND,
@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": _PARTS
     | _SIGNAL
     | _TRAIN
-    | {"", "bench", "decode", "export", "signal.live", "signal.pages"},
+    | {"", "bench", "decode", "export", "signal.live", "signal.report"},
     "__main__": {"cli"},
 }
 

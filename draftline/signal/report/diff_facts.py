@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from draftline.signal.judge.evidence import Evidence, gather
-from draftline.signal.pages.run_facts import RunFacts, flatten, steady_readings
+from draftline.signal.report.run_facts import RunFacts, flatten, steady_readings
 from draftline.signal.trace import GIB, MIB, device_name
 
 # Sections in which a fact that is not there has a meaning of its own.

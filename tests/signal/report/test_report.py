@@ -18,10 +18,10 @@ import pytest
 from draftline.errors import ConfigError
 from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.verdict import Verdict
-from draftline.signal.pages.diff import compare
-from draftline.signal.pages.report import write_report
-from draftline.signal.pages.report_verdict import verdict_card
-from draftline.signal.pages.run_facts import read_run
+from draftline.signal.report.diff import compare
+from draftline.signal.report.report import write_report
+from draftline.signal.report.report_verdict import verdict_card
+from draftline.signal.report.run_facts import read_run
 from tests.support.recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, write_run
 
 HOSTILE = (

@@ -12,8 +12,8 @@ from draftline.signal.duration import duration
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
 from draftline.signal.judge.verdict import DeviceVerdict
-from draftline.signal.pages.report_curves import extent
-from draftline.signal.pages.run_facts import RunFacts
+from draftline.signal.report.report_curves import extent
+from draftline.signal.report.run_facts import RunFacts
 from draftline.signal.trace import GIB, device_name, one_line
 
 _MOST_LETTERS = 2000  # of one text of the page

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from draftline.signal.judge.phases import Phase
-from draftline.signal.pages.report_curves import Clock, escape, numbers
+from draftline.signal.report.report_curves import Clock, escape, numbers
 from draftline.signal.trace import EVENT_WORDS, Event
 
 _MARKS_AT = 0.93

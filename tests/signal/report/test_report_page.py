@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftline.signal.pages.report_page import page
+from draftline.signal.report.report_page import page
 
 
 def test_data_cannot_end_the_element_they_are_in() -> None:

@@ -12,7 +12,7 @@ import html
 import json
 from typing import Any
 
-from draftline.signal.pages.report_style import STYLE
+from draftline.signal.report.report_style import STYLE
 
 # How a file says that it is a report, which another report may replace.
 GENERATOR = '<meta name="generator" content="draftline report">'

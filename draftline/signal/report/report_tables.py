@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftline.signal.pages.report_curves import Clock
-from draftline.signal.pages.report_verdict import text
-from draftline.signal.pages.run_facts import RunFacts, flatten
+from draftline.signal.report.report_curves import Clock
+from draftline.signal.report.report_verdict import text
+from draftline.signal.report.run_facts import RunFacts, flatten
 from draftline.signal.trace import EVENT_WORDS, GIB, device_name
 
 _MOST_ROWS = 200

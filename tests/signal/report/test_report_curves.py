@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftline.signal.pages.report_curves import Clock, curve, escape, thin
+from draftline.signal.report.report_curves import Clock, curve, escape, thin
 
 CLOCK = Clock(100.0, 60.0, "min", True)
 VALUES = st.lists(st.floats(-1e9, 1e9) | st.just(float("nan")), min_size=1, max_size=400)

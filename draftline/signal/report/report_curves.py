@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.pages.run_facts import RunFacts
+from draftline.signal.report.run_facts import RunFacts
 from draftline.signal.trace import Column, one_line
 
 MOST_POINTS = 4000

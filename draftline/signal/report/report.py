@@ -10,14 +10,14 @@ from typing import Any
 
 from draftline.errors import ConfigError
 from draftline.runlog import write_atomic
-from draftline.signal.pages.report_charts import speed_charts, training_charts
-from draftline.signal.pages.report_curves import MOST_POINTS, Chart, Clock, clock_of
-from draftline.signal.pages.report_marks import SIGNS
-from draftline.signal.pages.report_memory import curves_in_words, memory_charts
-from draftline.signal.pages.report_page import GENERATOR, page
-from draftline.signal.pages.report_tables import sections
-from draftline.signal.pages.report_verdict import header, moment, phase_legend, text, verdict_card
-from draftline.signal.pages.run_facts import RunFacts, read_run
+from draftline.signal.report.report_charts import speed_charts, training_charts
+from draftline.signal.report.report_curves import MOST_POINTS, Chart, Clock, clock_of
+from draftline.signal.report.report_marks import SIGNS
+from draftline.signal.report.report_memory import curves_in_words, memory_charts
+from draftline.signal.report.report_page import GENERATOR, page
+from draftline.signal.report.report_tables import sections
+from draftline.signal.report.report_verdict import header, moment, phase_legend, text, verdict_card
+from draftline.signal.report.run_facts import RunFacts, read_run
 
 _HEAD_BYTES = 4096
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from draftline.signal.judge.phases import Phase
-from draftline.signal.pages.report_curves import Clock
-from draftline.signal.pages.report_marks import event_marks, memory_layout
+from draftline.signal.report.report_curves import Clock
+from draftline.signal.report.report_marks import event_marks, memory_layout
 from draftline.signal.trace import EVENT_WORDS, EVENTS, Event
 
 CLOCK = Clock(100.0, 60.0, "min", True)

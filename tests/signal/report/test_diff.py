@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.signal.pages.diff import Difference, compare
-from draftline.signal.pages.diff_rules import RULES, rule_for
+from draftline.signal.report.diff import Difference, compare
+from draftline.signal.report.diff_rules import RULES, rule_for
 from tests.support.recorded_runs import CONFIG, GIB, Row, recompiling, write_run
 
 

@@ -10,9 +10,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.pages.diff_facts import ABSENT, causes_of, device_labels, outcome_of
-from draftline.signal.pages.diff_rules import LEFT_OUT, LIKELY, POSSIBLE, rule_for
-from draftline.signal.pages.run_facts import RunFacts, read_run
+from draftline.signal.report.diff_facts import ABSENT, causes_of, device_labels, outcome_of
+from draftline.signal.report.diff_rules import LEFT_OUT, LIKELY, POSSIBLE, rule_for
+from draftline.signal.report.run_facts import RunFacts, read_run
 from draftline.signal.trace import one_line
 
 # Times of a start differ with everything else on a machine; what is a count must be equal.

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from draftline.signal.pages.report_curves import Chart, Clock, curve, said_thinned
-from draftline.signal.pages.run_facts import RunFacts
-from draftline.signal.pages.run_logs import Metrics
+from draftline.signal.report.report_curves import Chart, Clock, curve, said_thinned
+from draftline.signal.report.run_facts import RunFacts
+from draftline.signal.report.run_logs import Metrics
 from draftline.signal.trace import Column, Steps
 
 # An axis is cut where its longest step would squeeze all others: this many times what 98 % stay below.

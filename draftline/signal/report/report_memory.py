@@ -11,15 +11,15 @@ import numpy as np
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
 from draftline.signal.judge.verdict import DeviceVerdict
-from draftline.signal.pages.report_curves import (
+from draftline.signal.report.report_curves import (
     Chart,
     Clock,
     curve,
     escape,
     said_thinned,
 )
-from draftline.signal.pages.report_marks import MOST_BANDS, MOST_MARKS, event_marks, memory_layout
-from draftline.signal.pages.run_facts import RunFacts, steady_readings
+from draftline.signal.report.report_marks import MOST_BANDS, MOST_MARKS, event_marks, memory_layout
+from draftline.signal.report.run_facts import RunFacts, steady_readings
 from draftline.signal.trace import GIB, Column, device_name
 
 _LEAST_CLOSE_GIB = 64 / 1024  # a close-up shows at least so much, or noise would fill it
