@@ -1,25 +1,44 @@
-"""One self-contained page about a run: verdict, memory, training, speed, compiles, choices, environment."""
+"""One self-contained page about a run: verdict, memory, training, speed, compiles, choices, environment.
+
+The page asks nothing of the network, and its policy lets nothing run but the scripts that are named
+by their digest: a text of the run that slipped through the escaping would still be only a text.
+"""
 
 from __future__ import annotations
 
-import html
+import base64
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+
 from draftline.errors import ConfigError
 from draftline.runlog import write_atomic
-from draftline.signal.report.report_charts import speed_charts, training_charts
-from draftline.signal.report.report_curves import MOST_POINTS, Chart, Clock, clock_of
-from draftline.signal.report.report_marks import SIGNS
-from draftline.signal.report.report_memory import curves_in_words, memory_charts
-from draftline.signal.report.report_page import GENERATOR, page
-from draftline.signal.report.report_tables import sections
-from draftline.signal.report.report_verdict import header, moment, phase_legend, text, verdict_card
+from draftline.signal.report.charts import speed_charts, training_charts
+from draftline.signal.report.curves import MOST_POINTS, clock_of
+from draftline.signal.report.figure import figure
+from draftline.signal.report.memory import IN_WORDS, memory_charts
 from draftline.signal.report.run_facts import RunFacts, read_run
+from draftline.signal.report.summary import (
+    command_of,
+    devices_of,
+    facts_of,
+    headline,
+    moment,
+    tiles_of,
+)
+from draftline.signal.report.tables import tables_of
+from draftline.signal.trace import one_line
 
+# How a file says that it is a report, which another report may replace.
+_GENERATOR = '<meta name="generator" content="draftline report">'
 _HEAD_BYTES = 4096
+_MOST_LETTERS = 2000  # of one text of the page
+_MOST_ROWS = 200
 
 
 def write_report(run: Path | Sequence[Path], out: Path) -> None:
@@ -48,7 +67,7 @@ def _check_place(out: Path) -> None:
         return
     with out.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    if head.strip() and GENERATOR.encode() not in head:
+    if head.strip() and _GENERATOR.encode() not in head:
         raise ConfigError(f"{out} exists and is no report; give another path with -o, or remove it")
 
 
@@ -57,144 +76,55 @@ def render(run: RunFacts) -> str:
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
     clock = clock_of(run)
-    memory = memory_charts(run, clock)
-    groups = [
-        ("memory", "Memory", memory),
-        ("training", "Training", training_charts(run, clock)),
-        ("speed", "Speed", speed_charts(run, clock)),
-    ]
-    shown = [chart for _, _, charts in groups for chart in charts]
-    end = _end_of(shown)
-    figures: dict[str, dict[str, Any]] = {}
-    parts: list[tuple[str, str, str]] = []
-    for name, title, charts in groups:
-        if not charts:
-            continue
-        blocks = []
-        for chart in charts:
-            key = f"figure-{len(figures) + 1}"
-            figures[key] = _figure(chart, clock, end)
-            blocks.append(_block(key, chart))
-        inner = "".join(blocks)
-        if name == "memory":
-            inner = (
-                f'<p class="caption">{text(curves_in_words(charts))}</p>{phase_legend(run)}{inner}'
-            )
-        elif len(charts) > 1:
-            inner = f'<div class="pair">{inner}</div>'
-        parts.append((name, title, inner))
-    parts += sections(run, clock)
-    body = "".join(
-        [
-            f"<header>{header(run)}{_navigation(parts, bool(figures))}</header>",
-            "<main>",
-            verdict_card(run),
-            *(f'<section id="{n}"><h2>{t}</h2>{inner}</section>' for n, t, inner in parts),
-            "</main>",
-            _footer(run, clock, bool(figures)),
-        ]
-    )
-    return page(f"{run.name} - draftline report", body, figures, get_plotlyjs() if figures else "")
-
-
-def _end_of(charts: Iterable[Chart]) -> float:
-    """The last moment that any chart shows, on the page's clock."""
-    ends = [line["x"][-1] for chart in charts for line in chart.data if line["x"]]
-    return max((end for end in ends if end is not None), default=1.0)
-
-
-def _figure(chart: Chart, clock: Clock, end: float) -> dict[str, Any]:
-    axis = {"gridcolor": "--grid", "linecolor": "--line", "zeroline": False, "automargin": True}
-    pad = 0.01 * max(end, 1e-6)
-    layout = {
-        "height": 270,
-        # Room on top for the names of phases and the tools.
-        "margin": {"l": 58, "r": 10, "t": 26, "b": 42},
-        "paper_bgcolor": "--surface",
-        "plot_bgcolor": "--surface",
-        "font": {"color": "--ink", "size": 12, "family": "system-ui, DejaVu Sans, sans-serif"},
-        "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": "--surface", "bordercolor": "--line", "font": {"color": "--ink"}},
-        "showlegend": False,
-        "modebar": {"bgcolor": "--surface", "color": "--muted", "activecolor": "--accent"},
-        **chart.layout,
-        "xaxis": axis
-        | {
-            "title": {"text": f"{_UNITS[clock.unit]} since the start"},
-            "range": [-pad, end + pad],
-            "unifiedhovertitle": {"text": f"%{{x:,.2~f}} {clock.unit}"},
-        },
-        "yaxis": axis | {"hoverformat": ",.4~g"} | chart.layout.get("yaxis", {}),
-    }
-    layout["yaxis"]["title"] = layout["yaxis"]["title"] | {"standoff": 10}
-    if chart.starts_close and chart.close_up is not None:
-        layout["yaxis"] = layout["yaxis"] | {"range": list(chart.close_up)}
-    return {"data": chart.data, "layout": layout}
-
-
-_UNITS = {"s": "seconds", "min": "minutes", "h": "hours"}
-
-
-def _block(key: str, chart: Chart) -> str:
-    button = ""
-    if chart.close_up is not None:
-        ranges = json.dumps(
-            {"close": chart.close_up, "whole": chart.layout["yaxis"]["range"]}, allow_nan=False
-        )
-        pressed = str(chart.starts_close).lower()
-        words = "Show from zero" if chart.starts_close else "Close up of the steady state"
-        button = (
-            f'<button type="button" aria-controls="{key}-plot" aria-pressed="{pressed}" '
-            f'data-ranges="{html.escape(ranges)}">{words}</button>'
-        )
-    title, caption = html.escape(chart.title), html.escape(chart.caption)
-    return (
-        f'<figure><div class="row"><h3>{title}</h3>{button}</div>'
-        f"{_keys(key, chart)}"
-        f'<div class="plot" id="{key}-plot" data-figure="{key}" role="img" '
-        f'aria-label="{title}. {caption}"></div>'
-        f'<figcaption class="caption">{caption}</figcaption></figure>'
+    charts = [*memory_charts(run, clock), *training_charts(run, clock), *speed_charts(run, clock)]
+    drawn = {line["name"] for chart in charts for line in chart.data}
+    scripts = [get_plotlyjs(), _file("report.js")] if charts else []
+    tone, sign, words = headline(run)
+    page = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).from_string(_file("report.html"))
+    return page.render(
+        run=run,
+        generator=_GENERATOR,
+        allowed=" ".join(map(_digest, scripts)) or "'none'",
+        style=_file("report.css"),
+        command=command_of(run),
+        facts=facts_of(run),
+        tone=tone,
+        sign=sign,
+        headline=words,
+        devices=devices_of(run),
+        tiles=tiles_of(run),
+        charts=charts,
+        curves=[(name, words) for name, words in IN_WORDS.items() if name in drawn],
+        tables=tables_of(run, clock),
+        most_rows=_MOST_ROWS,
+        zero=moment(clock.start_s, run) if clock.dated else "the first reading",
+        most_points=f"{MOST_POINTS:,}",
+        sources=[Path(source).name for source in run.trace.sources],
+        figure=figure(charts, clock) if charts else {},
+        scripts=scripts,
     )
 
 
-def _keys(key: str, chart: Chart) -> str:
-    """The names of the curves, each a button that hides its curve."""
-    if len(chart.data) < 2:
-        return ""
-    items = []
-    for number, line in enumerate(chart.data):
-        if line["mode"] == "markers":
-            sign = f'<i class="mark">{SIGNS[line["marker"]["symbol"]]}</i>'
-        else:
-            style = f"border-top-color: var({line['line']['color']})"
-            dash = {"dash": "dashed", "dot": "dotted"}.get(line["line"].get("dash", ""), "solid")
-            if "fillcolor" in line:
-                style += f"; background: var({line['fillcolor']}); height: 11px"
-            sign = f'<i style="{style}; border-top-style: {dash}"></i>'
-        items.append(
-            f'<button type="button" class="key" aria-pressed="true" aria-controls="{key}-plot" '
-            f'data-curve="{number}">{sign}{text(line["name"])}</button>'
-        )
-    return f'<div class="keys">{"".join(items)}</div>'
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _navigation(parts: Sequence[tuple[str, str, str]], charts: bool) -> str:
-    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in parts)
-    whole = '<button type="button" id="whole">Show the whole run</button>' if charts else ""
-    return f"<nav>{links}{whole}</nav>"
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _footer(run: RunFacts, clock: Clock, charts: bool) -> str:
-    said = ["Made by draftline."]
-    if charts:
-        zero = moment(clock.start_s, run) if clock.dated else "the first reading"
-        said.append(
-            "On a wide screen drag over a chart to zoom, all of them follow; double-click to go back. "
-            f"Time 0 is {zero}. "
-            f"Curves have at most {MOST_POINTS:,} points and keep the lowest and highest of every "
-            "stretch. A line is broken where nothing was recorded."
-        )
-    sources = ", ".join(text(Path(source).name) for source in run.trace.sources)
-    if sources:
-        said.append(f"Read from {sources}.")
-    return f"<footer><p>{' '.join(said)}</p></footer>"
+def _shown(value: Any) -> Any:
+    """Anything of the run as text of the page, which escapes it; markup as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "yes", False: "no"}[value]
+    if isinstance(value, (dict, list)):
+        value = json.dumps(value, default=str, ensure_ascii=False)
+    return one_line(str(value), _MOST_LETTERS)

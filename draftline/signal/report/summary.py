@@ -1,0 +1,171 @@
+"""The top of a report: what run it was, what the verdict is, and its main figures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from draftline.signal.duration import duration
+from draftline.signal.judge.cause import Cause
+from draftline.signal.judge.evidence import Evidence, gather
+from draftline.signal.judge.phases import Phase
+from draftline.signal.judge.verdict import DeviceVerdict
+from draftline.signal.report.curves import extent
+from draftline.signal.report.run_facts import RunFacts
+from draftline.signal.trace import GIB, device_name
+
+_CAUSE_WORDS = {
+    "healthy": "nothing is wrong",
+    "not_compiled": "the step is not compiled",
+    "eager_flex": "flex_attention runs uncompiled",
+    "graph_breaks": "the compiled graph breaks",
+    "recompiling": "it compiles again while it runs",
+    "recompile_limit": "the recompile limit was reached",
+    "compile_storm": "it compiles nearly all the time",
+    "no_graph_capture": "steps are not captured as graphs",
+    "allocator_retries": "allocations fail and are tried again",
+    "cache_flush": "the memory cache is emptied in the loop",
+    "leak": "memory leaks",
+    "fragmentation": "memory is fragmented",
+    "unbounded_shapes": "sizes keep growing",
+    "other_process": "another program moves the memory",
+    "pause": "pauses, which are normal",
+    "unknown": "the cause cannot be told",
+}
+# Colour, sign and words of verdicts that name no fault.
+_STATES = {
+    "healthy": ("ok", "✓", "Healthy: memory is flat"),
+    "flat": ("ok", "✓", "Memory is flat; whether the step is compiled was not recorded"),
+    "idle": ("dim", "?", "No program used the GPU while it was recorded"),
+    "not_flat": ("warn", "!", "Memory is not flat, and no cause can be named"),
+    "unknown": ("dim", "?", "It cannot be told whether memory is flat"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the page says of one device: rows of a name and a text, and causes with their title."""
+
+    name: str
+    rows: list[tuple[str, str]]
+    causes: list[tuple[Cause, str]]
+
+
+def moment(time_s: float, run: RunFacts) -> str:
+    """A moment in UTC; as it was written where only a driver's program did, which names no zone."""
+    zoned = run.metrics is not None or run.trace.steps or run.trace.program is not None
+    try:
+        return time.strftime(f"%Y-%m-%d %H:%M:%S{' UTC' * bool(zoned)}", time.gmtime(time_s))
+    except (OverflowError, OSError, ValueError):
+        return "an unknown moment"
+
+
+def command_of(run: RunFacts) -> str:
+    """The command line, or the program's name; empty where neither is known."""
+    argv = run.start.get("argv")
+    if isinstance(argv, list):
+        return " ".join(map(str, argv))
+    return run.trace.program.name if run.trace.program is not None else ""
+
+
+def facts_of(run: RunFacts) -> list[str]:
+    """Time, length and version of torch."""
+    facts = []
+    known = extent(run)
+    if known is not None:
+        first, last, dated = known
+        facts += [moment(first, run)] if dated else []
+        facts.append(f"{duration(last - first)} recorded")
+    if run.metrics is not None:
+        facts.append(f"{run.metrics.step[-1]:,.0f} steps")
+    versions = run.environment.get("versions")
+    torch = versions.get("torch") if isinstance(versions, dict) else run.environment.get("torch")
+    return [*facts, f"torch {torch}"] if torch else facts
+
+
+def headline(run: RunFacts) -> tuple[str, str, str]:
+    """The verdict as a colour's name, a sign and words."""
+    verdict = run.verdict
+    # A program on the CPU has no memory to judge; its compiles may be at fault all the same.
+    if verdict.verdict == "fault":
+        found = ", ".join(_CAUSE_WORDS.get(c.cause, c.cause) for c in verdict.worst.faults)
+        return "bad", "✕", f"Fault: {found}"
+    if all(device.device == "cpu" for device in verdict.devices):
+        why = "none was recorded" if not verdict.devices else "the run used no GPU"
+        return "dim", "-", f"No GPU memory to judge: {why}"
+    return _STATES[verdict.verdict]
+
+
+def devices_of(run: RunFacts) -> list[Device]:
+    """Every device, and the CPU of a run without a GPU only where it has a fault."""
+    pairs = zip(run.verdict.devices, gather(run.trace), strict=True)
+    return [_device(v, seen) for v, seen in pairs if v.faults or v.device != "cpu"]
+
+
+def _device(verdict: DeviceVerdict, seen: Evidence) -> Device:
+    memory = verdict.words if verdict.device == "cpu" else f"{verdict.memory}: {verdict.words}"
+    rows = {
+        "Memory": memory,
+        "Highest": _highest(seen),
+        "Phases": _phases_in_words(verdict.phases),
+    }
+    return Device(
+        device_name(verdict.device),
+        [(what, said) for what, said in rows.items() if said],
+        [(cause, _CAUSE_WORDS.get(cause.cause, cause.cause)) for cause in verdict.causes],
+    )
+
+
+def _highest(seen: Evidence) -> str:
+    parts = []
+    samples = seen.samples
+    if samples is not None and np.isfinite(samples.used_bytes).any():
+        of = f" of {samples.total_bytes / GIB:.1f}" if samples.total_bytes else ""
+        parts.append(f"{np.nanmax(samples.used_bytes) / GIB:.2f}{of} GiB on the device")
+    reserved = seen.steps.known("reserved_bytes") if seen.steps is not None else None
+    if reserved is not None:
+        parts.append(f"{np.nanmax(reserved) / GIB:.2f} GiB held by PyTorch")
+    return ", ".join(parts)
+
+
+def _phases_in_words(phases: tuple[Phase, ...]) -> str:
+    """Each phase with its number and length, in the order of their first appearance."""
+    ordered = sorted(phases, key=lambda p: p.name)
+    groups = {name: list(group) for name, group in groupby(ordered, key=lambda p: p.name)}
+    said = []
+    for name in dict.fromkeys(phase.name for phase in phases):
+        group = groups[name]
+        times = f"{len(group)} x " if len(group) > 1 else ""
+        said.append(f"{times}{name} ({duration(sum(p.seconds for p in group))})")
+    worked_out = phases and not any(phase.marked for phase in phases)
+    return ", ".join(said) + ("; worked out from the curves" if worked_out else "")
+
+
+def tiles_of(run: RunFacts) -> list[tuple[str, str]]:
+    """The main figures, those that are known, each with what it is."""
+    metrics = run.metrics
+    if metrics is None:
+        wall_ms = run.trace.steps[0].wall_ms if run.trace.steps else np.empty(0)
+        if not np.isfinite(wall_ms).any():
+            return []
+        took = f"{np.nanmedian(wall_ms):,.1f}"
+        return [(took, "ms per step, usually"), (f"{len(wall_ms):,}", "steps recorded")]
+    tiles = [
+        (format(usual, form), words)
+        for name, words, form in (
+            ("step_ms", "ms per step, usually", ",.1f"),
+            ("rows_per_s", "rows per second", ",.0f"),
+            ("tokens_per_s", "tokens per second", ",.0f"),
+        )
+        if (usual := metrics.usual(name)) is not None
+    ]
+    for name, words in (
+        ("loss", "loss, last"),
+        ("accept_length_forced", "acceptance length, last"),
+    ):
+        if (column := metrics.known(name)) is not None:
+            tiles.append((f"{column[np.isfinite(column)][-1]:,.3f}", words))
+    return tiles
