@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from draftline.signal.report.curves import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    Chart,
-    Clock,
-    curve,
-    said_thinned,
-)
+from draftline.signal.report.curves import Chart, Clock, curve, said_thinned
 from draftline.signal.report.run_facts import RunFacts
 from draftline.signal.report.run_logs import Metrics
 from draftline.signal.trace import Column, Steps
@@ -80,7 +72,7 @@ def _speed_of_log(metrics: Metrics, draw: Draw) -> list[Chart]:
     charts = [_step_time(draw, step_ms, waiting, names, f"{caption}.")]
     sides = [
         draw(column, name=side, colour=colour, unit="%")
-        for (side, column), colour in zip(waited.items(), (GREEN, ORANGE), strict=True)
+        for (side, column), colour in zip(waited.items(), ("green", "orange"), strict=True)
         if column is not None
     ]
     if sides:
@@ -118,7 +110,7 @@ def _step_time(
     if part is None:
         data = [draw(whole, name="one step", unit="ms")]
     else:
-        areas = zip((whole - part, part), names, (BLUE, ORANGE), strict=True)
+        areas = zip((whole - part, part), names, ("blue", "orange"), strict=True)
         data = [
             draw(column, name=name, colour=colour, unit="ms", by=whole, width=1)
             | {"stackgroup": "step"}

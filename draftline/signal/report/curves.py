@@ -20,7 +20,13 @@ from draftline.signal.trace import Column, one_line
 MOST_POINTS = 4000
 _YEAR_1973_S = 1e8  # no recording that counts from its own start is so long
 # Each stands out from a white page and from a dark one.
-BLUE, ORANGE, GREEN, PURPLE, PINK = "#3579d8", "#cf6a17", "#109069", "#9a5fd9", "#cc4a86"
+_COLOURS = {
+    "blue": "#3579d8",
+    "orange": "#cf6a17",
+    "green": "#109069",
+    "purple": "#9a5fd9",
+    "pink": "#cc4a86",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ def curve(
     values: Column,
     *,
     name: str,
-    colour: str = BLUE,
+    colour: str = "blue",
     unit: str = "",
     step: Column | None = None,
     by: Column | None = None,
@@ -142,7 +148,7 @@ def curve(
         "name": name,
         "x": numbers(clock.elapsed(at[kept]), 4),
         "y": numbers(shown[kept], 5),
-        "line": {"color": colour, **line},
+        "line": {"color": _COLOURS[colour], **line},
         "hovertemplate": f"%{{y:,.4~g}}{unit and ' ' + unit}",
     }
     if numbered:

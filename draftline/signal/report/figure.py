@@ -27,23 +27,11 @@ _STYLE = {
     "yaxis": _AXIS | {"automargin": True, "hoverformat": ",.4~g"},
 }
 # The title of a chart is its legend's.
-_LEGEND = {
-    "orientation": "h",
-    "x": 0,
-    "yanchor": "bottom",
-    "traceorder": "normal",
-    "bgcolor": "rgba(0,0,0,0)",
-}
+_LEGEND = {"orientation": "h", "x": 0, "yanchor": "bottom", "traceorder": "normal"}
 _TITLE = {"side": "top", "font": {"size": 15}}
 _MARKS_AXIS = {"range": [0, 1], "visible": False, "fixedrange": True}
-_MENU = {
-    "type": "buttons",
-    "direction": "right",
-    "x": 1,
-    "xanchor": "right",
-    "yanchor": "top",
-    "pad": {"t": 22},
-}
+_MENU: dict[str, Any] = {"type": "buttons", "direction": "right", "pad": {"t": 22}}
+_MENU |= {"x": 1, "xanchor": "right", "yanchor": "top"}
 
 
 def figure(charts: Sequence[Chart], clock: Clock) -> dict[str, Any]:

@@ -11,18 +11,7 @@ import numpy as np
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
 from draftline.signal.judge.verdict import DeviceVerdict
-from draftline.signal.report.curves import (
-    GREEN,
-    ORANGE,
-    PINK,
-    PURPLE,
-    Chart,
-    Clock,
-    curve,
-    label,
-    numbers,
-    said_thinned,
-)
+from draftline.signal.report.curves import Chart, Clock, curve, label, numbers, said_thinned
 from draftline.signal.report.run_facts import RunFacts, steady_readings
 from draftline.signal.trace import EVENT_WORDS, GIB, Column, Event, device_name
 
@@ -41,24 +30,12 @@ _BANDS = {
     "checkpoint": "rgba(150, 80, 200, 0.18)",
 }
 _OTHER_BAND = "rgba(110, 122, 135, 0.07)"
-_SYMBOLS = (
-    "triangle-up",
-    "triangle-up-open",
-    "x",
-    "hourglass",
-    "cross",
-    "square",
-    "square-open",
-    "diamond",
-    "star",
-    "circle-x",
-)
 # What the curves mean, of the device and of the counters of steps.
 WHOLE, OTHERS = "whole device", "other programs"
 _LEVELS: dict[str, dict[str, Any]] = {
-    "reserved_bytes": {"name": "held by PyTorch", "colour": ORANGE, "shape": "hv"},
-    "allocated_bytes": {"name": "tensors", "colour": GREEN},
-    "peak_bytes": {"name": "peak of a step", "colour": PURPLE, "dash": "dot"},
+    "reserved_bytes": {"name": "held by PyTorch", "colour": "orange", "shape": "hv"},
+    "allocated_bytes": {"name": "tensors", "colour": "green"},
+    "peak_bytes": {"name": "peak of a step", "colour": "purple", "dash": "dot"},
 }
 IN_WORDS = {
     WHOLE: "all that is on it, as nvidia-smi shows it",
@@ -122,7 +99,7 @@ def _curves(seen: Evidence, clock: Clock) -> list[dict[str, Any]]:
     if samples is not None and np.isfinite(samples.used_bytes).any():
         data.append(draw(samples.time_s, samples.used_bytes / GIB, name=WHOLE))
         if (others := _others(seen)) is not None:
-            data.append(draw(samples.time_s, others / GIB, name=OTHERS, colour=PINK, dash="dash"))
+            data.append(draw(samples.time_s, others / GIB, name=OTHERS, colour="pink", dash="dash"))
     for key, line in _LEVELS.items():
         if steps is not None and (column := steps.known(key)) is not None:
             data.append(draw(steps.time_s, column / GIB, **line))
@@ -156,7 +133,7 @@ def bands(phases: Sequence[Phase], clock: Clock, span: float) -> list[dict[str, 
 def event_marks(events: Sequence[Event], clock: Clock) -> dict[str, dict[str, Any]]:
     """Events as marks along the top of a chart, by kind, one kind of mark for each."""
     marks = {}
-    for (kind, words), symbol in zip(EVENT_WORDS.items(), _SYMBOLS, strict=True):
+    for symbol, (kind, words) in enumerate(EVENT_WORDS.items()):
         of_kind = [event for event in events if event.kind == kind]
         if not of_kind:
             continue
