@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from draftline.signal.duration import duration
 from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.evidence import Evidence, gather
 from draftline.signal.judge.phases import Phase
-from draftline.signal.judge.verdict import DeviceVerdict
 from draftline.signal.report.curves import extent
 from draftline.signal.report.run_facts import RunFacts
 from draftline.signal.trace import GIB, device_name
@@ -43,15 +42,6 @@ _STATES = {
     "not_flat": ("warn", "!", "Memory is not flat, and no cause can be named"),
     "unknown": ("dim", "?", "It cannot be told whether memory is flat"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What the page says of one device: rows of a name and a text, and causes with their title."""
-
-    name: str
-    rows: list[tuple[str, str]]
-    causes: list[tuple[Cause, str]]
 
 
 def moment(time_s: float, run: RunFacts) -> str:
@@ -99,24 +89,20 @@ def headline(run: RunFacts) -> tuple[str, str, str]:
     return _STATES[verdict.verdict]
 
 
-def devices_of(run: RunFacts) -> list[Device]:
-    """Every device, and the CPU of a run without a GPU only where it has a fault."""
-    pairs = zip(run.verdict.devices, gather(run.trace), strict=True)
-    return [_device(v, seen) for v, seen in pairs if v.faults or v.device != "cpu"]
-
-
-def _device(verdict: DeviceVerdict, seen: Evidence) -> Device:
-    memory = verdict.words if verdict.device == "cpu" else f"{verdict.memory}: {verdict.words}"
-    rows = {
-        "Memory": memory,
-        "Highest": _highest(seen),
-        "Phases": _phases_in_words(verdict.phases),
-    }
-    return Device(
-        device_name(verdict.device),
-        [(what, said) for what, said in rows.items() if said],
-        [(cause, _CAUSE_WORDS.get(cause.cause, cause.cause)) for cause in verdict.causes],
-    )
+def devices_of(run: RunFacts) -> Iterator[tuple[str, dict[str, str], list[tuple[Cause, str]]]]:
+    """Name, facts and causes (each with its title) of every device; of the CPU of a run without a GPU only
+    where it has a fault."""
+    for verdict, seen in zip(run.verdict.devices, gather(run.trace), strict=True):
+        on_cpu = verdict.device == "cpu"
+        if on_cpu and not verdict.faults:
+            continue
+        facts = {
+            "Memory": verdict.words if on_cpu else f"{verdict.memory}: {verdict.words}",
+            "Highest": _highest(seen),
+            "Phases": _phases_in_words(verdict.phases),
+        }
+        causes = [(cause, _CAUSE_WORDS.get(cause.cause, cause.cause)) for cause in verdict.causes]
+        yield device_name(verdict.device), facts, causes
 
 
 def _highest(seen: Evidence) -> str:
@@ -133,13 +119,13 @@ def _highest(seen: Evidence) -> str:
 
 def _phases_in_words(phases: tuple[Phase, ...]) -> str:
     """Each phase with its number and length, in the order of their first appearance."""
-    ordered = sorted(phases, key=lambda p: p.name)
-    groups = {name: list(group) for name, group in groupby(ordered, key=lambda p: p.name)}
-    said = []
-    for name in dict.fromkeys(phase.name for phase in phases):
-        group = groups[name]
-        times = f"{len(group)} x " if len(group) > 1 else ""
-        said.append(f"{times}{name} ({duration(sum(p.seconds for p in group))})")
+    seconds = defaultdict(list)
+    for phase in phases:
+        seconds[phase.name].append(phase.seconds)
+    said = [
+        f"{f'{len(each)} x ' * (len(each) > 1)}{name} ({duration(sum(each))})"
+        for name, each in seconds.items()
+    ]
     worked_out = phases and not any(phase.marked for phase in phases)
     return ", ".join(said) + ("; worked out from the curves" if worked_out else "")
 
