@@ -154,7 +154,7 @@ def loads_torch(*modules: str) -> bool:
 
 
 def test_what_needs_no_torch_does_not_load_it() -> None:
-    ground = ("errors", "config", "choices", "runlog", "data.conversations", "demo", "cli")
+    ground = ("errors", "config", "choices", "runlog", "data.conversations", "cli")
     ground += tuple(
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for path in sorted((PACKAGE / "signal").rglob("*.py"))
