@@ -98,15 +98,13 @@ def thin(values: Column, most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
     gaps = np.isnan(values)
     # The ends may come on top of a stretch's own points.
     stretches = (most - 2) // (3 if gaps.any() else 2)
-    edges = np.linspace(0, count, stretches + 1).astype(np.intp)
-    stretch = np.searchsorted(edges, np.arange(count), side="right") - 1
-    order = np.lexsort((np.where(gaps, np.inf, values), stretch))
-    lowest = order[edges[:-1]]
-    order = np.lexsort((np.where(gaps, -np.inf, values), stretch))
-    highest = order[edges[1:] - 1]
-    first_gap = np.flatnonzero(gaps)
-    first_gap = first_gap[np.unique(stretch[first_gap], return_index=True)[1]]
-    return np.unique(np.concatenate([[0, count - 1], lowest, highest, first_gap]))
+    kept = [0, count - 1]
+    for stretch in np.array_split(np.arange(count), stretches):
+        known = stretch[~gaps[stretch]]
+        if len(known):
+            kept += [known[values[known].argmin()], known[values[known].argmax()]]
+        kept += stretch[gaps[stretch]][:1].tolist()
+    return np.unique(kept)
 
 
 def _broken(time_s: Column, columns: Sequence[Column]) -> tuple[Column, list[Column]]:
