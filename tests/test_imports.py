@@ -74,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
         "signal.monitor",
         *_SIGNAL_GROUND,
     },
-    "signal.pages": {
+    "signal.report": {
         "errors",
         "files",
         "runlog",
@@ -102,7 +102,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": _PARTS
     | _SIGNAL
     | _TRAIN
-    | {"", "bench", "decode", "export", "signal.live", "signal.pages"},
+    | {"", "bench", "decode", "export", "signal.live", "signal.report"},
     "__main__": {"cli"},
 }
 

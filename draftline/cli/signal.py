@@ -143,7 +143,7 @@ def diff_command(
     import json
     import shutil
 
-    from draftline.signal.pages.diff import compare
+    from draftline.signal.report.diff import compare
 
     found = compare(run_a, run_b)
     if as_json:
@@ -164,7 +164,7 @@ def report_command(
     ] = Path("report.html"),
 ) -> None:
     """Write one HTML page of a run that opens offline: verdict, memory, curves, choices, environment."""
-    from draftline.signal.pages.report import write_report
+    from draftline.signal.report.report import write_report
 
     write_report(run, out)
     typer.echo(f"wrote {out}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from draftline.signal.judge.evidence import Evidence, gather
-from draftline.signal.pages.run_facts import RunFacts, flatten, steady_readings
+from draftline.signal.report.run_facts import RunFacts, flatten, steady_readings
 from draftline.signal.trace import GIB, MIB, device_name
 
 # Sections in which a fact that is not there has a meaning of its own.
@@ -19,7 +19,6 @@ ABSENT = {
     "config": "no such key",
     "choice": "not taken",
 }
-_CAPTURED = "captured"
 
 
 def causes_of(run: RunFacts) -> dict[str, dict[str, Any]]:
@@ -70,20 +69,20 @@ def _speed(run: RunFacts) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     metrics = run.metrics
     for what, column in (
-        ("ms a step", "step_ms"),
-        ("rows a second", "rows_per_s"),
-        ("tokens a second", "tokens_per_s"),
+        ("ms per step", "step_ms"),
+        ("rows per second", "rows_per_s"),
+        ("tokens per second", "tokens_per_s"),
         ("targets waited, %", "targets_waited_pct"),
         ("drafters waited, %", "drafters_waited_pct"),
     ):
         value = metrics.usual(column) if metrics is not None else None
         if value is not None:
             facts[what] = value
-    if "ms a step" not in facts and run.trace.steps:
+    if "ms per step" not in facts and run.trace.steps:
         wall_ms = run.trace.steps[0].wall_ms
         late = wall_ms[len(wall_ms) // 2 :]
         if np.isfinite(late).any():
-            facts["ms a step"] = float(np.nanmedian(late))
+            facts["ms per step"] = float(np.nanmedian(late))
     return facts
 
 
@@ -93,12 +92,11 @@ def _memory(seen: Evidence) -> dict[str, Any]:
         facts[f"{what} GiB, highest"] = float(column.max()) / GIB
         facts[f"{what} MiB, highest - lowest"] = float(np.ptp(column)) / MIB
     for what, name in (
-        ("allocator calls a step", "allocator_calls"),
-        ("device allocations a step", "device_allocations"),
+        ("allocator calls per step", "allocator_calls"),
+        ("device allocations per step", "device_allocations"),
     ):
-        grown = seen.grown(name)
-        if grown is not None and seen.count:
-            facts[what] = grown / seen.count
+        if (each := _per_step(seen, name)) is not None:
+            facts[what] = each
     if (retries := seen.total("retries")) is not None:
         facts["allocator retries"] = retries
     return facts
@@ -150,22 +148,14 @@ def _compile(run: RunFacts, seen: list[Evidence]) -> dict[str, Any]:
 def _capture(run: RunFacts, seen: list[Evidence]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if run.sealed is not None:
-        facts["parts captured"] = sum(
-            row.get("outcome") == _CAPTURED for row in _rows(run.sealed, "warmed")
-        )
-    for what, name in (
-        ("graphs captured", "captures"),
-        ("captures refused", "capture_skips"),
-    ):
+        outcomes = [row.get("outcome") for row in _rows(run.sealed, "warmed")]
+        facts["parts captured"] = outcomes.count("captured")
+    for what, name in (("graphs captured", "captures"), ("captures refused", "capture_skips")):
         if (told := _most(seen, name)) is not None:
             facts[what] = told
-    replays = [
-        grown / part.count
-        for part in seen
-        if (grown := part.grown("graph_replays")) is not None and part.count
-    ]
+    replays = [each for part in seen if (each := _per_step(part, "graph_replays")) is not None]
     if replays:
-        facts["replays a step"] = round(max(replays), 1)
+        facts["replays per step"] = round(max(replays), 1)
     return facts
 
 
@@ -174,11 +164,8 @@ def _shapes(seen: list[Evidence]) -> dict[str, Any]:
     sizes = np.unique(tokens)
     if not len(sizes):
         return {}
-    if len(sizes) == 1:
-        return {"tokens of a step": f"always {sizes[0]:,.0f}"}
-    return {
-        "tokens of a step": f"{sizes[0]:,.0f} to {sizes[-1]:,.0f}, {len(sizes)} different numbers"
-    }
+    said = f"{sizes[0]:,.0f} to {sizes[-1]:,.0f}, {len(sizes)} different numbers"
+    return {"tokens of a step": said if len(sizes) > 1 else f"always {sizes[0]:,.0f}"}
 
 
 def _processes(seen: list[Evidence]) -> dict[str, Any]:
@@ -219,6 +206,12 @@ def _environment(run: RunFacts) -> dict[str, Any]:
     if names:
         facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return facts
+
+
+def _per_step(seen: Evidence, name: str) -> float | None:
+    """What a total grew by per step of the steady state, None where it is unknown."""
+    grown = seen.grown(name)
+    return None if grown is None or not seen.count else grown / seen.count
 
 
 def _most(seen: list[Evidence], name: str) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.signal.pages.run_facts import flatten, read_run
+from draftline.signal.report.run_facts import flatten, read_run
 from tests.support.recorded_runs import STEPS, Row, write_run
 
 

@@ -10,9 +10,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from draftline.signal.pages.diff_facts import ABSENT, causes_of, device_labels, outcome_of
-from draftline.signal.pages.diff_rules import LEFT_OUT, LIKELY, POSSIBLE, rule_for
-from draftline.signal.pages.run_facts import RunFacts, read_run
+from draftline.signal.report.diff_facts import ABSENT, causes_of, device_labels, outcome_of
+from draftline.signal.report.diff_rules import LEFT_OUT, LIKELY, POSSIBLE, rule_for
+from draftline.signal.report.run_facts import RunFacts, read_run
 from draftline.signal.trace import one_line
 
 # Times of a start differ with everything else on a machine; what is a count must be equal.
@@ -54,8 +54,8 @@ class Difference:
 
     a: str
     b: str
-    said_a: str
-    said_b: str
+    verdict_a: str
+    verdict_b: str
     changed: tuple[Changed, ...]
     findings: tuple[Finding, ...]
     same: int
@@ -72,22 +72,12 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """What `draftline diff --json` prints."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "verdict_a": self.said_a,
-            "verdict_b": self.said_b,
-            "memory_differs": self.memory_differs,
-            "changed": [asdict(row) for row in self.changed],
-            "findings": [asdict(finding) for finding in self.findings],
-            "same": self.same,
-            "missing": list(self.missing),
-        }
+        return asdict(self) | {"memory_differs": self.memory_differs}
 
     def lines(self, width: int = 100) -> list[str]:
         """The comparison for a person, in lines of at most about `width` characters."""
         lines = []
-        for side, name, said in (("A", self.a, self.said_a), ("B", self.b, self.said_b)):
+        for side, name, said in (("A", self.a, self.verdict_a), ("B", self.b, self.verdict_b)):
             lines += [f"{side}  {name}", *textwrap.wrap(said, width, **_indents(3))]
         lines += ["", *_table(self.changed, width), ""]
         differs = self.memory_differs
@@ -128,10 +118,12 @@ def compare_facts(a: RunFacts, b: RunFacts, *, names: tuple[str, str]) -> Differ
     labels = device_labels(a, b)
     differing: list[tuple[int, str, str, str, str]] = []
     same = 0
-    for section in left.keys() | right.keys():
+    for section, (words, prefix) in _SECTIONS.items():
+        if section not in left and section not in right:
+            continue
         if section not in left or section not in right:
             side = "A" if section not in left else "B"
-            missing.append(f"{side} does not tell {_SECTIONS[section]}")
+            missing.append(f"{side} does not tell {words}")
             continue
         absent = ABSENT.get(section)
         lone: dict[str, list[str]] = {"A": [], "B": []}
@@ -147,8 +139,7 @@ def compare_facts(a: RunFacts, b: RunFacts, *, names: tuple[str, str]) -> Differ
                 same += 1
                 continue
             rule = rule_for(name)
-            shown = key if section in ("config", "variable") else f"{_PREFIX[section]}{key}"
-            differing.append((rule.weight, shown, one, other, rule.why))
+            differing.append((rule.weight, f"{prefix}{key}", one, other, rule.why))
         missing += [
             f"only {side} tells {', '.join(sorted(keys))}" for side, keys in lone.items() if keys
         ]
@@ -160,8 +151,8 @@ def compare_facts(a: RunFacts, b: RunFacts, *, names: tuple[str, str]) -> Differ
     return Difference(
         a=names[0],
         b=names[1],
-        said_a=a.verdict.line,
-        said_b=b.verdict.line,
+        verdict_a=a.verdict.line,
+        verdict_b=b.verdict.line,
         changed=tuple(_changed(outcome_of(a, labels), outcome_of(b, labels))),
         findings=tuple(findings),
         same=same,
@@ -169,25 +160,17 @@ def compare_facts(a: RunFacts, b: RunFacts, *, names: tuple[str, str]) -> Differ
     )
 
 
+# What a run that lacks a section does not tell, and what stands before a name of the section.
 _SECTIONS = {
-    "compile": "what was compiled",
-    "capture": "what was captured",
-    "shape": "the sizes of its steps",
-    "processes": "which processes were on its devices",
-    "environment": "the machine it ran on",
-    "version": "its versions",
-    "variable": "its environment variables",
-    "config": "its configuration",
-    "choice": "its automatic choices",
-}
-_PREFIX = {
-    "compile": "compile: ",
-    "capture": "capture: ",
-    "shape": "",
-    "processes": "processes: ",
-    "environment": "",
-    "version": "version of ",
-    "choice": "choice of ",
+    "compile": ("what was compiled", "compile: "),
+    "capture": ("what was captured", "capture: "),
+    "shape": ("the sizes of its steps", ""),
+    "processes": ("which processes were on its devices", "processes: "),
+    "environment": ("the machine it ran on", ""),
+    "version": ("its versions", "version of "),
+    "variable": ("its environment variables", ""),
+    "config": ("its configuration", ""),
+    "choice": ("its automatic choices", "choice of "),
 }
 
 

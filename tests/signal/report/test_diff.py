@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.signal.pages.diff import Difference, compare
-from draftline.signal.pages.diff_rules import RULES, rule_for
+from draftline.signal.report.diff import Difference, compare
+from draftline.signal.report.diff_rules import RULES, rule_for
 from tests.support.recorded_runs import CONFIG, GIB, Row, recompiling, write_run
 
 
@@ -92,7 +92,7 @@ def test_the_outcome_stands_side_by_side(tmp_path: Path) -> None:
     assert "recompiling" in rows["GPU 0", "because"].b
     assert not rows["GPU 0", "memory is"].same
     assert rows["GPU 0", "reserved MiB, highest - lowest"].a == "0"
-    assert rows["speed", "ms a step"].same
+    assert rows["speed", "ms per step"].same
     assert [where for where, _ in rows][-1] == "speed"
 
 
@@ -168,9 +168,9 @@ def test_recordings_alone_are_compared(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a") / "signal.jsonl"
     b = write_run(tmp_path / "b", signal=eager) / "signal.jsonl"
     found = compare(a, b)
-    assert "capture: replays a step" in whats(found)
+    assert "capture: replays per step" in whats(found)
     rows = {row.what: row for row in found.changed}
-    assert (rows["allocator calls a step"].a, rows["allocator calls a step"].b) == ("0", "700")
+    assert (rows["allocator calls per step"].a, rows["allocator calls per step"].b) == ("0", "700")
 
 
 def test_another_level_of_flat_memory_is_a_difference(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftline.signal.pages.report_curves import Clock, curve, escape, thin
+from draftline.signal.report.curves import Clock, curve, label, thin
 
 CLOCK = Clock(100.0, 60.0, "min", True)
 VALUES = st.lists(st.floats(-1e9, 1e9) | st.just(float("nan")), min_size=1, max_size=400)
@@ -38,7 +38,7 @@ def test_every_spike_of_a_long_curve_survives() -> None:
 
 def test_a_curve_is_broken_where_nothing_was_recorded() -> None:
     time_s = np.array([100.0, 101, 102, 103, 500, 501, 502])
-    line = curve(CLOCK, time_s, np.arange(7.0), name="x", colour="--series-1", unit="GiB")
+    line = curve(CLOCK, time_s, np.arange(7.0), name="x", unit="GiB")
     assert line["y"] == [0, 1, 2, 3, None, 4, 5, 6]
     assert line["x"][0] == 0
     assert line["x"][-1] == 6.7
@@ -50,8 +50,7 @@ def test_parts_of_a_stack_share_their_moments() -> None:
     whole, part = random.random(20_000), random.random(20_000)
     time_s = 100.0 + np.arange(20_000)
     lines = [
-        curve(CLOCK, time_s, column, name="x", colour="--series-1", by=whole, step=time_s)
-        for column in (whole, part)
+        curve(CLOCK, time_s, column, name="x", by=whole, step=time_s) for column in (whole, part)
     ]
     assert lines[0]["x"] == lines[1]["x"]
     assert lines[0]["customdata"] == lines[1]["customdata"]
@@ -59,7 +58,7 @@ def test_parts_of_a_stack_share_their_moments() -> None:
 
 
 def test_texts_of_a_run_become_plain_labels() -> None:
-    said = escape('<a href="javascript:x">y</a> & \u202e\ud800\x00 ' + "long " * 100)
+    said = label('<a href="javascript:x">y</a> & \u202e\ud800\x00 ' + "long " * 100)
     assert "<a" not in said
     assert "&lt;a href=" in said
     assert "&amp;" in said

@@ -13,7 +13,7 @@ import numpy as np
 from draftline.errors import ConfigError
 from draftline.signal.judge.evidence import Evidence
 from draftline.signal.judge.verdict import Verdict, judge
-from draftline.signal.pages.run_logs import Metrics, read_config, read_events, read_metrics, shown
+from draftline.signal.report.run_logs import Metrics, read_config, read_events, read_metrics, shown
 from draftline.signal.trace import Column, Trace
 
 LOGS = ("events.jsonl", "metrics.jsonl", "signal.jsonl")

@@ -1,8 +1,6 @@
 """Curves of a report's charts as plotly has them, few enough to be drawn.
 
-A figure is plain data. Colours are names of the page's variables ("--series-1"), which its script
-resolves, so that one figure serves the light and the dark page. Every text that comes from the run is
-escaped: plotly reads a little HTML in labels.
+Every text that comes from the run is escaped: plotly reads a little HTML in labels.
 """
 
 from __future__ import annotations
@@ -16,11 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from draftline.signal.pages.run_facts import RunFacts
+from draftline.signal.report.run_facts import RunFacts
 from draftline.signal.trace import Column, one_line
 
 MOST_POINTS = 4000
 _YEAR_1973_S = 1e8  # no recording that counts from its own start is so long
+# Each stands out from a white page and from a dark one.
+_COLOURS = {
+    "blue": "#3579d8",
+    "orange": "#cf6a17",
+    "green": "#109069",
+    "purple": "#9a5fd9",
+    "pink": "#cc4a86",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +45,15 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart. `close_up` is the range of its vertical axis in which the steady state fills it, and
+    """One chart: traces, vertical axis (its title a text) and shapes behind the traces, on the axes "x" and
+    "y". `close_up` is the range of the vertical axis in which the steady state fills it, and
     `starts_close` whether the page shows that first."""
 
     title: str
     caption: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any] = field(default_factory=dict)
+    data: Sequence[dict[str, Any]]
+    axis: dict[str, Any]
+    shapes: Sequence[dict[str, Any]] = field(default_factory=tuple)
     close_up: tuple[float, float] | None = None
     starts_close: bool = False
 
@@ -75,10 +83,7 @@ def extent(run: RunFacts) -> tuple[float, float, bool] | None:
 
 def clock_of(run: RunFacts) -> Clock:
     """A clock that starts with the first thing known of the run, in a unit that fits its length."""
-    known = extent(run)
-    if known is None:
-        return Clock(0.0, 1.0, "s", False)
-    first, last, dated = known
+    first, last, dated = extent(run) or (0.0, 0.0, False)
     span = last - first
     unit_s, unit = (1.0, "s") if span < 300 else (60.0, "min") if span < 5 * 3600 else (3600.0, "h")
     return Clock(first, unit_s, unit, dated)
@@ -93,17 +98,13 @@ def thin(values: Column, most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
     gaps = np.isnan(values)
     # The ends may come on top of a stretch's own points.
     stretches = (most - 2) // (3 if gaps.any() else 2)
-    edges = np.linspace(0, count, stretches + 1).astype(np.intp)
-    stretch = np.searchsorted(edges, np.arange(count), side="right") - 1
-    order = np.lexsort((np.where(gaps, np.inf, values), stretch))
-    lowest = order[edges[:-1]]
-    order = np.lexsort((np.where(gaps, -np.inf, values), stretch))
-    highest = order[edges[1:] - 1]
-    kept = [np.array([0, count - 1]), lowest, highest]
-    if gaps.any():
-        first_gap = np.flatnonzero(gaps)
-        kept.append(first_gap[np.unique(stretch[first_gap], return_index=True)[1]])
-    return np.unique(np.concatenate(kept))
+    kept = [0, count - 1]
+    for stretch in np.array_split(np.arange(count), stretches):
+        known = stretch[~gaps[stretch]]
+        if len(known):
+            kept += [known[values[known].argmin()], known[values[known].argmax()]]
+        kept += stretch[gaps[stretch]][:1].tolist()
+    return np.unique(kept)
 
 
 def _broken(time_s: Column, columns: Sequence[Column]) -> tuple[Column, list[Column]]:
@@ -112,10 +113,7 @@ def _broken(time_s: Column, columns: Sequence[Column]) -> tuple[Column, list[Col
     if len(time_s) < 3:
         return time_s, whole
     apart = np.diff(time_s)
-    usual = float(np.median(apart))
-    holes = np.flatnonzero(apart > max(20 * usual, 30.0)) + 1
-    if not len(holes):
-        return time_s, whole
+    holes = np.flatnonzero(apart > max(20 * float(np.median(apart)), 30.0)) + 1
     middle = (time_s[holes - 1] + time_s[holes]) / 2
     return np.insert(time_s, holes, middle), [np.insert(c, holes, np.nan) for c in whole]
 
@@ -131,12 +129,11 @@ def curve(
     values: Column,
     *,
     name: str,
-    colour: str,
+    colour: str = "blue",
     unit: str = "",
     step: Column | None = None,
     by: Column | None = None,
-    dash: str = "solid",
-    shape: str = "linear",
+    **line: Any,
 ) -> dict[str, Any]:
     """A line of at most MOST_POINTS points, those that matter for `by` (itself, if None): the parts of
     a stack need the same moments. `step` numbers the points for whoever points at them."""
@@ -145,13 +142,11 @@ def curve(
     )
     kept = thin(chosen)
     drawn: dict[str, Any] = {
-        "type": "scatter",
         "mode": "lines",
         "name": name,
         "x": numbers(clock.elapsed(at[kept]), 4),
         "y": numbers(shown[kept], 5),
-        "line": {"color": colour, "width": 2, "dash": dash, "shape": shape},
-        "connectgaps": False,
+        "line": {"color": _COLOURS[colour], **line},
         "hovertemplate": f"%{{y:,.4~g}}{unit and ' ' + unit}",
     }
     if numbered:
@@ -171,7 +166,7 @@ def said_thinned(*columns: Column) -> str:
     )
 
 
-def escape(text: str, most: int = 200) -> str:
+def label(text: str, most: int = 200) -> str:
     """Text of the run for a label: wrapped, escaped, one line where it was many."""
     pieces = textwrap.wrap(one_line(text, most), 60)
     return "<br>".join(html.escape(piece, quote=False) for piece in pieces)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftline.signal.pages.diff import compare_facts
-from draftline.signal.pages.run_facts import read_run
+from draftline.signal.report.diff import compare_facts
+from draftline.signal.report.run_facts import read_run
 from tests.support.recorded_runs import write_run
 
 

@@ -19,10 +19,10 @@ import pytest
 from draftline.errors import ConfigError
 from draftline.signal.judge.cause import Cause
 from draftline.signal.judge.verdict import Verdict
-from draftline.signal.pages.diff import compare
-from draftline.signal.pages.report import write_report
-from draftline.signal.pages.report_verdict import verdict_card
-from draftline.signal.pages.run_facts import read_run
+from draftline.signal.report.diff import compare
+from draftline.signal.report.report import write_report
+from draftline.signal.report.run_facts import read_run
+from draftline.signal.report.summary import headline
 from tests.support.recorded_runs import GIB, RUN_AT_S, START_S, STEP_S, Row, recompiling, write_run
 
 HOSTILE = (
@@ -32,13 +32,13 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """A report taken apart: its text, its figures, its scripts, and what it refers to."""
+    """A report taken apart: its text, its figure, its scripts, and what it refers to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.html = path.read_text(encoding="utf-8")
         self.words: list[str] = []
-        self.figures: dict[str, dict[str, Any]] = {}
+        self.figure: dict[str, Any] = {"data": []}
         self.scripts: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self._open: tuple[str, dict[str, str | None]] = ("", {})
@@ -51,7 +51,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         tag, attributes = self._open
         if tag == "script" and attributes.get("type") == "application/json":
-            self.figures[str(attributes["id"])] = json.loads(data)
+            self.figure = json.loads(data)
         elif tag == "script":
             self.scripts.append(data)
         elif tag != "style":
@@ -66,7 +66,12 @@ class Page(HTMLParser):
 
     @property
     def curves(self) -> list[str]:
-        return [line["name"] for figure in self.figures.values() for line in figure["data"]]
+        return [line["name"] for line in self.figure["data"]]
+
+    @property
+    def charts(self) -> list[str]:
+        layout = self.figure["layout"]
+        return [part["title"]["text"] for name, part in layout.items() if name.startswith("legend")]
 
 
 def report(run: Path | list[Path], tmp_path: Path) -> Page:
@@ -83,13 +88,21 @@ def test_a_whole_run_has_everything(tmp_path: Path) -> None:
         "held by PyTorch",
         "tensors",
         "peak of a step",
-        "Loss",
-        "Accept length",
+        "loss",
+        "acceptance length",
         "drafters work",
         "drafters wait for features",
         "targets",
         "drafters",
-        "rows a second",
+        "rows per second",
+    ]
+    assert page.charts == [
+        "<b>Memory of GPU 0</b>",
+        "<b>Loss</b>",
+        "<b>Acceptance length</b>",
+        "<b>Step time</b>",
+        "<b>Waiting</b>",
+        "<b>Rate</b>",
     ]
     for said in (
         "my-run",
@@ -106,7 +119,7 @@ def test_a_whole_run_has_everything(tmp_path: Path) -> None:
         "All 7 settings",
     ):
         assert said in page.text, said
-    bands = page.figures["figure-1"]["layout"]["shapes"]
+    bands = page.figure["layout"]["shapes"]
     assert [band["x0"] for band in bands] == [0, 4, 10]
 
 
@@ -120,30 +133,31 @@ def test_a_fault_is_said_in_words_and_its_moments_are_marked(tmp_path: Path) -> 
     page = report(write_run(tmp_path / "a", signal=faulty), tmp_path)
     assert "Fault: it compiles again while it runs" in page.text
     assert "L['n'] == 8" in page.text
-    marks = page.figures["figure-1"]["data"][-1]
+    marks = page.figure["data"][4]
     assert (marks["name"], marks["x"]) == ("recompile", [30.0])
-    # A movement of 1 GiB at 20 GiB is shown close up first, and the button leads back.
-    low, high = page.figures["figure-1"]["layout"]["yaxis"]["range"]
+    # A movement of 1 GiB at 20 GiB is shown close up first, and a button leads back.
+    low, high = page.figure["layout"]["yaxis"]["range"]
     assert 0 < low < high
-    assert "Show from zero" in page.text
+    [menu] = page.figure["layout"]["updatemenus"]
+    assert menu["active"] == 1
+    [first, close] = [button["args"][0]["yaxis.range"] for button in menu["buttons"]]
+    assert first[0] == 0
+    assert close == [low, high]
 
 
-def test_figures_are_valid_for_plotly(tmp_path: Path) -> None:
+def test_the_figure_is_valid_for_plotly(tmp_path: Path) -> None:
     from plotly.graph_objects import Figure
 
-    page = report(write_run(tmp_path / "a", signal=recompiling), tmp_path)
-    for figure in page.figures.values():
-        named = re.sub(r'"--[\w-]+"', '"#123456"', json.dumps(figure))
-        Figure(json.loads(named))
-    assert len(page.figures) == 6
+    figure = report(write_run(tmp_path / "a", signal=recompiling), tmp_path).figure
+    assert len(Figure(figure).data) == len(figure["data"])
 
 
-def test_colours_of_figures_are_defined_in_both_themes(tmp_path: Path) -> None:
+def test_charts_share_one_axis_of_time(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "a"), tmp_path)
-    used = set(re.findall(r'"(--[\w-]+)"', json.dumps(page.figures)))
-    assert {"--series-1", "--band-warm", "--surface"} <= used
-    for name in used:
-        assert len(re.findall(rf"{name}: ", page.html)) == 2, name
+    axes = [axis for name, axis in page.figure["layout"].items() if name.startswith("xaxis")]
+    assert len(axes) == len(page.charts) == 6
+    assert {axis["matches"] for axis in axes} == {"x"}
+    assert len({tuple(axis["range"]) for axis in axes}) == 1
 
 
 def test_the_page_is_whole_without_a_network_and_runs_only_its_own_scripts(tmp_path: Path) -> None:
@@ -197,9 +211,20 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     assert page.text.count("<script>document.title=") > 8
     assert "\u202e" not in page.html
     assert "\x00" not in page.html
-    for figure in page.figures.values():
-        for line in figure["data"]:
-            assert "<script" not in "".join(line.get("text", []))
+    assert "<script" not in json.dumps(page.figure["data"])
+    # Neither do the data end the element that they are in.
+    data = page.html.split('id="figure">')[1].split("</script>")[0]
+    assert "\\u0026lt;script" in data
+    assert not {"<", ">", "&"} & set(data)
+
+
+def test_a_page_without_charts_has_no_script(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<x>", without=["signal.jsonl", "metrics.jsonl"])
+    page = report(run, tmp_path)
+    assert "<title>&lt;x&gt; - draftline report</title>" in page.html
+    assert "script-src 'none'" in page.html
+    assert "<script" not in page.html
+    assert "JavaScript" not in page.html
 
 
 CHROMIUM = shutil.which("chromium")
@@ -236,7 +261,7 @@ def test_metrics_alone(tmp_path: Path) -> None:
     without = ["signal.jsonl", "events.jsonl", "config.yaml"]
     page = report(write_run(tmp_path / "a", without=without), tmp_path)
     assert "No GPU memory to judge: the run used no GPU" in page.text
-    assert "Loss" in page.curves
+    assert "loss" in page.curves
     assert "This run has no signal.jsonl." in page.text
 
 
@@ -246,14 +271,14 @@ def test_a_log_without_dates_has_its_own_clock(tmp_path: Path) -> None:
 
     run = write_run(tmp_path / "a", metrics=undated, without=["signal.jsonl"])
     page = report(run, tmp_path)
-    assert page.figures["figure-1"]["data"][0]["x"][0] == 0
-    assert page.figures["figure-1"]["data"][0]["x"][-1] == 39
+    assert page.figure["data"][0]["x"][0] == 0
+    assert page.figure["data"][0]["x"][-1] == 39
 
 
 def test_a_recording_of_another_program(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "a") / "signal.jsonl", tmp_path)
     assert page.curves[:4] == ["whole device", "held by PyTorch", "tensors", "peak of a step"]
-    assert page.curves[4:] == ["everything else", "compiling", "tokens a second"]
+    assert page.curves[4:] == ["everything else", "compiling", "tokens per second"]
 
 
 def test_a_table_of_nvidia_smi_and_steps_together(tmp_path: Path) -> None:
@@ -278,7 +303,7 @@ def test_other_programs_on_the_device_are_drawn(tmp_path: Path) -> None:
         return row
 
     page = report(write_run(tmp_path / "a", signal=shared), tmp_path)
-    others = page.figures["figure-1"]["data"][1]
+    others = page.figure["data"][1]
     assert others["name"] == "other programs"
     assert set(others["y"]) == {3.0}
 
@@ -298,7 +323,7 @@ def test_a_long_recording_is_thinned_and_says_so(tmp_path: Path) -> None:
             }
             file.write(json.dumps(row) + "\n")
     page = report(folder, tmp_path)
-    held = page.figures["figure-1"]["data"][0]
+    held = page.figure["data"][0]
     assert len(held["x"]) <= 4000
     assert max(held["y"]) == 40
     assert "12,000 readings are drawn with 4,000 points" in page.text
@@ -343,7 +368,7 @@ def test_time_begins_with_the_first_thing_known(tmp_path: Path) -> None:
     text = "".join(json.dumps(row) + "\n" for row in [event, *steps])
     (folder / "signal.jsonl").write_text(text)
     page = report(folder, tmp_path)
-    assert page.figures["figure-1"]["data"][0]["x"][:2] == [4, 5]
+    assert page.figure["data"][0]["x"][:2] == [4, 5]
     assert "0.00 compile f" in page.text
 
 
@@ -422,11 +447,11 @@ def test_the_headline_is_of_the_device_that_the_verdict_speaks_of(tmp_path: Path
         )
     )
     trace = replace(run.trace, samples=(seen, replace(seen, device="1")))
-    words = verdict_card(replace(run, trace=trace, verdict=verdict))
+    _, _, words = headline(replace(run, trace=trace, verdict=verdict))
 
     assert verdict.line.startswith(f"GPU {verdict.worst.device}: {verdict.worst.causes[0].cause}")
     assert verdict.worst.device == "0"
-    assert "<span>Fault: memory leaks</span>" in words
+    assert words == "Fault: memory leaks"
 
 
 def test_numbers_that_count_nothing_are_no_obstacle(tmp_path: Path) -> None:
