@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from draftline.errors import ConfigError
 
@@ -98,12 +97,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -9,7 +9,6 @@ import io
 import os
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from draftline.signal.live.alerts import clock
@@ -34,12 +33,7 @@ class Screen(Protocol):
 
     def __enter__(self) -> Screen: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class _Managed:
@@ -53,12 +47,7 @@ class _Managed:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
 from draftline.errors import ConfigError
@@ -49,12 +48,7 @@ class Step:
         self._recording.begin_step()
         self._began_s = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not isinstance(error, _ENDINGS):
             body_s = time.perf_counter() - self._began_s
             self._recording.end_step(body_s, self._tokens, error)
@@ -78,10 +72,5 @@ class Phase:
     def __enter__(self) -> None:
         return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._recording.phase(self._before)

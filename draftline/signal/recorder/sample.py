@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from types import TracebackType
 
 from draftline.errors import ConfigError
 from draftline.signal.recorder.nvml import Device, Reading, Source, open_source
@@ -151,10 +150,5 @@ class DeviceSampler:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from draftline.choices import Choices
 from draftline.config.training import SignalSection
@@ -65,12 +64,7 @@ class MemoryWatch:
         self.phase("load")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self._recorder.event("error", f"{type(error).__name__}: {error}")
         self.phase("end")
