@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftline import runlog
+from draftline import environment
 from draftline.checkpoint import store as checkpoint
 from draftline.checkpoint.store import checkpoint_paths, load_checkpoint
 from draftline.choices import Choices
@@ -106,7 +106,7 @@ class Base:
 def no_git() -> Iterator[None]:
     """Provenance asks git several times a run, which would take most of this file's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runlog, "_git", lambda *_: None)
+        patch.setattr(environment, "_git", lambda *_: None)
         yield
 
 
@@ -407,7 +407,7 @@ def test_provenance_is_that_of_the_start(base: Base, monkeypatch: pytest.MonkeyP
         asked.append(threading.current_thread().name)
         return f"answer {len(asked)}"
 
-    monkeypatch.setattr(runlog, "_git", git)
+    monkeypatch.setattr(environment, "_git", git)
     done = base.train("made-by", resume=False)
     [start] = [e for e in events(done.run_dir) if e["event"] == "start"]
     for path in checkpoint_paths(done.run_dir / "checkpoints"):
