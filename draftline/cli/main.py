@@ -205,11 +205,13 @@ def evaluate_command(
             settle_date,
             template_arguments,
         )
+        from draftline.train.plan.named import check_prompts
 
     if out is not None:
         _check_out(out)
     restored = restore(drafter, overrides or [])
     config = restored.config
+    check_prompts(config)
     choices = Choices(strict=config.run.strict_choices)
     target = open_target(config, choices, evaluation_devices(config, choices))
     if another := restored.check_target(target):

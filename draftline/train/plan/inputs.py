@@ -183,10 +183,10 @@ def prepare(
     directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths. `today`
     is the date of a chat template that writes one, where data.date gives none; by default the clock's.
     """
+    kind = device_type(config, visible_devices() if available is None else available)
     with doing("reading data.train"):
         reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
     with doing(f"reading {config.target.path}: configuration and tokenizer"):
-        kind = device_type(config, visible_devices() if available is None else available)
         facts = open_facts(config, kind, choices)
     estimated = facts.tokenizer is None
     date = None

@@ -36,13 +36,23 @@ def find_faults(config: Config, *, prompts: bool = True) -> list[str]:
         for name in config.data.heldout:
             found += _file_faults("data.heldout", name)
     if prompts:
-        for key, name in config.evaluate.prompts.items():
-            found += _file_faults(f"evaluate.prompts.{key}", name)
+        found += _prompt_faults(config)
     found += [_package_fault(name) for name in config.train.trackers]
     found.append(_directory_fault("run.dir", Path(config.run.dir)))
     if config.features.dir is not None:
         found.append(_directory_fault("features.dir", Path(config.features.dir)))
     return [fault for fault in found if fault]
+
+
+def check_prompts(config: Config) -> None:
+    """Raises ConfigError with every file of evaluate.prompts that cannot be read."""
+    if faults := _prompt_faults(config):
+        raise ConfigError("; ".join(faults))
+
+
+def _prompt_faults(config: Config) -> list[str]:
+    named = config.evaluate.prompts.items()
+    return [fault for key, name in named for fault in _file_faults(f"evaluate.prompts.{key}", name)]
 
 
 def _check_target(config: Config) -> None:

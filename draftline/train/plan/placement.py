@@ -74,12 +74,19 @@ class Placement:
 
 
 def device_type(config: Config, available: Sequence[DeviceFacts]) -> str:
-    """`cpu` or `cuda`, which all workers of a run share; raises ConfigError where they would not."""
+    """`cpu` or `cuda`, which all workers of a run share; raises ConfigError where they would not, and
+    DeviceError for a GPU that is not there."""
     lists = (config.topology.targets, config.topology.drafters)
-    names = [name for some in lists if some != "auto" for name in some]
-    if not names and config.run.device != "auto":
-        names = [config.run.device]
-    kinds = {name.partition(":")[0] for name in names}
+    named = {"topology.targets": lists[0], "topology.drafters": lists[1]}
+    if lists == ("auto", "auto") and config.run.device != "auto":
+        named = {"run.device": [config.run.device]}
+    kinds = {
+        _device(part, key, available).type
+        for key, some in named.items()
+        if some != "auto"
+        for name in some
+        for part in name.split("+")
+    }
     if len(kinds) > 1:
         raise ConfigError(
             f"topology.targets={lists[0]} and topology.drafters={lists[1]} mix cpu and cuda; all "
