@@ -345,7 +345,7 @@ def template_arguments(config: Config, date: datetime.date | None) -> dict[str, 
 
 
 def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
-    """Samples as long as their conversations would be at so many characters a token."""
+    """Samples as long as their conversations would be at so many characters per token."""
     choices.record(
         "data.tokens",
         wanted="the target's tokenizer",

@@ -29,7 +29,7 @@ from draftline.train.step.step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScore:
-    """`loss_heldout`, and tokens a target call, bonus included: `accept_length_heldout` over all
+    """`loss_heldout`, and tokens per target call, bonus included: `accept_length_heldout` over all
     `heldout_positions` where training may anchor a block, `accept_length_chain` over the
     `heldout_rounds` that decoding would take. `heldout_s` is what the measurement took."""
 
