@@ -248,7 +248,7 @@ def _others_words(config: Config, reading: Reading) -> str:
         return ""
     return (
         f"{texts} of {len(reading.conversations)} conversations are text, not this target's own words: "
-        "accept_length on its real answers may be far lower; `draftline regenerate` writes those"
+        "the acceptance length on its real answers may be far lower; `draftline regenerate` writes those"
     )
 
 

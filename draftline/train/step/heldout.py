@@ -4,7 +4,7 @@ Blocks are drafted from every position of every held-out answer, and what is cor
 counted. Two means follow. The uniform one takes every position alike, as the training metric does.
 The chain one walks each answer as greedy decoding would: the next block starts behind what was
 accepted and the token that the target adds. Where the answers are the target's own greedy ones it
-is, in float32, decoding's accept_length itself.
+is, in float32, decoding's acceptance length (`accept_length`) itself.
 """
 
 from __future__ import annotations
