@@ -41,7 +41,7 @@ _SETTLED = 2
 
 @dataclass(frozen=True, slots=True)
 class PipelineBench:
-    """Milliseconds a pack: of one target and of one drafter alone, of the side that is slower as a
+    """Milliseconds per pack: of one target and of one drafter alone, of the side that is slower as a
     whole, and of the run. `memory` is the allocators' change from the seal to the end."""
 
     placement: str
@@ -68,9 +68,9 @@ class PipelineBench:
         )
         return [
             self.placement,
-            f"{'alone, ms a pack':>22}: target {self.target_ms:.1f}, drafter {self.drafter_ms:.1f}; "
+            f"{'alone, ms per pack':>22}: target {self.target_ms:.1f}, drafter {self.drafter_ms:.1f}; "
             f"slower side {self.slower_ms:.1f}",
-            f"{'together, ms a pack':>22}: {self.run_ms:.1f}, {self.efficiency_pct:.1f} % of the "
+            f"{'together, ms per pack':>22}: {self.run_ms:.1f}, {self.efficiency_pct:.1f} % of the "
             f"slower side, over {self.steps} steps",
             f"{'rate':>22}: {self.rows_per_s:.0f} rows/s, {self.tokens_per_s:.0f} tokens/s",
             f"{'stood still':>22}: targets {self.targets_waited_pct:.1f} %, drafters "
@@ -173,7 +173,7 @@ def _random_target(config: Config, placement: Placement, facts: TargetFacts) -> 
 
 
 def _alone(config: Config, inputs: Inputs, target: Target, choices: Choices) -> float:
-    """Milliseconds a pack of one target with nobody beside it."""
+    """Milliseconds per pack of one target with nobody beside it."""
     worker = feature_worker(config, inputs, target, None, target.device, choices)
     worker.warm()
     packs = epoch_packs(config, inputs.samples, 0).packs

@@ -84,7 +84,7 @@ class StepBench:
         if self.floor_ms is not None:
             floor = f"floor {self.floor_ms:.1f} ms at {CEILING_TFLOPS:g} TFLOP/s; "
         lines = [
-            f"{self.device}: {self.rows} rows and {self.context} context tokens a step, "
+            f"{self.device}: {self.rows} rows and {self.context} context tokens per step, "
             f"{self.parameters / 1e6:.0f} M parameters; {floor}warm-up {self.warm_s:.0f} s",
             f"{'':>10} {'step ms':>9} {'first 10':>8} {'most':>8} {'rows/s':>8} {'reserved GiB':>13} "
             f"{'changed MiB':>12} {'calls/step':>11}",

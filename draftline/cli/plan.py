@@ -17,7 +17,7 @@ def plan_command(
     overrides: Overrides = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=1e-9, max=1e15, help="Rows a second that one drafter was measured at."),
+        typer.Option(min=1e-9, max=1e15, help="Rows per second that one drafter was measured at."),
     ] = None,
     devices: Annotated[
         str | None,
@@ -75,7 +75,7 @@ def plan_command(
         rate = found.rows_per_s
         said = (
             f"plan: timed {_TIMED_STEPS} steps of one drafter on {found.device}, target forwards left "
-            f"out: {rate:.0f} rows/s, {1000 * found.rows / rate:.0f} ms a step"
+            f"out: {rate:.0f} rows/s, {1000 * found.rows / rate:.0f} ms per step"
         )
     plan = plan_run(loaded, inputs, packs, placement, available, nodes=nodes, rate=rate)
     if as_json:

@@ -78,11 +78,11 @@ class RunSection(Section):
 class TopologySection(Section):
     targets: Literal["auto"] | list[str] = Field(
         "auto",
-        description="One worker an entry: cpu, cuda:N, or cuda:A+cuda:B for a target that spans "
+        description="One worker per entry: cpu, cuda:N, or cuda:A+cuda:B for a target that spans "
         "devices. A device may be named more than once.",
     )
     drafters: Literal["auto"] | list[str] = Field(
-        "auto", description="One worker an entry: cpu or cuda:N. A device may be named again."
+        "auto", description="One worker per entry: cpu or cuda:N. A device may be named again."
     )
     slots: int | None = Field(
         None,

@@ -50,7 +50,7 @@ class TrainSection(Section):
         ge=1,
         le=2**20,
         description="Packs whose gradients one step averages, over all drafters and machines; null: "
-        "one a drafter.",
+        "one per drafter.",
     )
     learning_rate: float = Field(6e-4, gt=0, le=1e3, description="Peak learning rate of AdamW.")
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of steps of linear warm-up.")
@@ -128,7 +128,9 @@ class EvaluateSection(Section):
     temperatures: list[float] = Field(
         default_factory=lambda: [0.0], description="0 is greedy; each has its rows in the table."
     )
-    max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS, description="Tokens generated a prompt.")
+    max_new_tokens: int = Field(
+        256, ge=1, le=MOST_TOKENS, description="Tokens generated per prompt."
+    )
     batch_size: int = Field(8, ge=1, le=MOST_TOKENS, description="Prompts decoded together.")
     limit: int | None = Field(
         None, ge=1, le=MOST, description="First prompts of each file; null: all."

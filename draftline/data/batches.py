@@ -24,7 +24,7 @@ _TILE, _SMALL_TILE, _SMALL = 64, 16, 512
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward: `members` are places in the lengths that were split, at most a row each."""
+    """One forward: `members` are places in the lengths that were split, at most one row each."""
 
     shape: Shape
     members: tuple[int, ...]
@@ -109,7 +109,7 @@ def derive_table(
 
 def check_table(shapes: Sequence[Shape], longest: int, batch_tokens: int) -> BatchTable:
     """The table of a user's shapes, largest first; raises ConfigError for one that cannot serve
-    conversations of up to `longest` tokens within `batch_tokens` padded tokens a forward."""
+    conversations of up to `longest` tokens within `batch_tokens` padded tokens per forward."""
     given = [(rows, length) for rows, length in shapes]
     if not given:
         raise ConfigError("target.batches=[]: name at least one [rows, length], or null")

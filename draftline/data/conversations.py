@@ -203,7 +203,7 @@ def describe_rejects(rejects: Sequence[Reject]) -> str:
 
 
 def write_rejects(rejects: Sequence[Reject], path: Path) -> None:
-    """Writes one JSON object a line, with the fields of `Reject`, replacing the file."""
+    """Writes one JSON object per line, with the fields of `Reject`, replacing the file."""
     text = "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in rejects)
     # A rejected id may hold a lone surrogate; its backslash form is the JSON escape for it.
     write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))

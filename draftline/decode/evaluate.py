@@ -39,13 +39,14 @@ _FREE_ROWS = 128
 class Score:
     """One prompt set at one temperature.
 
-    `accept_length`: committed tokens over target calls, pooled over the set, the bonus included and
-    what lies behind a stop token left out. `committed_counts[n]`: rounds that committed n tokens.
+    `accept_length`: the acceptance length, committed tokens over target calls, pooled over the set,
+    the bonus included and what lies behind a stop token left out. `committed_counts[n]`: rounds that
+    committed n tokens.
     `slot_acceptance[j]`: share of rounds in which slot j + 1 was accepted. Speeds are tokens over
     decoding seconds without prefill, at `batch_size`. `identical` of `compared` prompts gave exactly
     the plain greedy output, computed with the kernels of verification where that is cheap;
     `differences` has those that are not the output of plain decoding one token at a time;
-    `reference_width` is how many tokens a row the plain output of `identical` was computed with. What
+    `reference_width` is how many tokens per row the plain output of `identical` was computed with. What
     was not measured is nan.
     """
 
@@ -143,7 +144,7 @@ def evaluate(
     seed: int,
     plain: PlainOutputs | None,
 ) -> list[Score]:
-    """A score a prompt set and temperature; `plain` None leaves speed-up and identity unmeasured."""
+    """One score per prompt set and temperature; `plain` None leaves speed-up and identity unmeasured."""
     scores = []
     longest = max(len(p) for group in prompts.values() for p in group)
     rows = min(batch_size, max(len(group) for group in prompts.values()))
@@ -190,7 +191,8 @@ def evaluate(
                     (name, temperature, 1), partial(decode, ordinary, "plain")
                 )
                 reference, _ = plain.get(
-                    (name, temperature, wide), partial(decode, alike, f"plain, {wide} tokens a row")
+                    (name, temperature, wide),
+                    partial(decode, alike, f"plain, {wide} tokens per row"),
                 )
                 score = _score(name, temperature, rows, decoded, reference, plain_rate)
                 if score.compared:
@@ -231,7 +233,7 @@ def evaluate_drafter(
 
 
 def _shared_width(target: Target, rows: int, block: int) -> int:
-    """Tokens a row that the reference of `identical` computes: those of verification, or 1.
+    """Tokens per row that the reference of `identical` computes: those of verification, or 1.
 
     A matrix product of one row adds in another order than one of `block` rows, which in bfloat16
     decides near-ties; in float32 it does not, and on a CPU or in a large batch rows cost time.
@@ -331,8 +333,8 @@ def score_details(score: Score) -> str:
     if score.reference_width > 1:
         alike = score.compared - len(score.differences)
         lines.append(
-            f"identical compares with plain decoding of {score.reference_width} tokens a row, the kernels "
-            f"of verification; token by token {alike} of {score.compared} are"
+            f"identical compares with plain decoding of {score.reference_width} tokens per row, the "
+            f"kernels of verification; token by token {alike} of {score.compared} are"
         )
     lines += [f"differs from decoding token by token in {d.describe()}" for d in score.differences]
     return "\n".join(f"{score.name} T={score.temperature:g}: {line}" for line in lines)

@@ -66,7 +66,7 @@ def regenerate(
     choices: Choices | None = None,
     progress: Progress | None = None,
 ) -> Regenerated:
-    """Appends a row a conversation to `out` (see docs/data.md) and returns the counts.
+    """Appends one row per conversation to `out` (see docs/data.md) and returns the counts.
 
     `generated` has the ids of every answer with the token that stopped it, `generator` how the target
     was asked. An answer that is cut at max_new_tokens is never continued, so its dialogue ends there.

@@ -3,7 +3,7 @@
 All rows of a batch decode together, each at its own position, in buffers of fixed size: a round has
 the same shapes whatever was accepted, makes no host decision, and on CUDA is a captured graph, one
 for each window of cache slots.
-Without a drafter the same loop decodes plainly, one token a target call.
+Without a drafter the same loop decodes plainly, one token per target call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WINDOW = 128
 class Decoded:
     """What one batch produced, and its speculative statistics.
 
-    `tokens`: new tokens a prompt, the stop token included. `committed_counts[n]`: rounds that
+    `tokens`: new tokens per prompt, the stop token included. `committed_counts[n]`: rounds that
     committed n tokens (n = 1..block). `slot_accepted[j]`: rounds in which a draft j + 1 behind the
     anchor was accepted. `rounds`: target calls after the prefill, over all rows. `seconds`: decoding
     without prefill.
@@ -74,7 +74,7 @@ class DecodeSession:
         width: int = 1,
     ) -> None:
         """`slots`: positions a row can hold (longest prompt + new tokens + the larger of block and
-        width). `width`: a target call computes at least so many tokens a row; with the block size of
+        width). `width`: a target call computes at least so many tokens per row; with the block size of
         another decoder, both run the same kernels and agree to the last bit. `top_p` and `top_k`
         truncate the distribution that is sampled from (see `probabilities`).
         """

@@ -52,7 +52,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether node n lies at depth n: with one child a node it cannot be otherwise."""
+        """Whether node n lies at depth n: with one child per node it cannot be otherwise."""
         return self.branching <= 1
 
     def positions(self, slots: Tensor) -> Tensor:

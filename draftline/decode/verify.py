@@ -140,7 +140,7 @@ def _rest(tree: Tree, p: Tensor, draft_probs: Tensor, nodes: Tensor, rank: int) 
 
 
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index a row `[...]`, with probability proportional to `weights [..., vocab]`.
+    """One index per row `[...]`, with probability proportional to `weights [..., vocab]`.
 
     The exponential race: argmax of w / Exp(1). Unlike torch.multinomial it checks nothing on the
     host, so it can be captured in a CUDA graph.

@@ -153,7 +153,7 @@ def _bounds(config: dict[str, Any]) -> str:
         config["num_attention_heads"], config["num_key_value_heads"], config["intermediate_size"]
     )
     return (
-        f"bounds: at most {config['max_position_embeddings']} positions a request "
+        f"bounds: at most {config['max_position_embeddings']} positions per request "
         "(max_position_embeddings, which vLLM does not check for a drafter); "
         "tensor-parallel sizes that divide the drafter: "
         f"{', '.join(map(str, sizes))}"

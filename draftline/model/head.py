@@ -1,4 +1,4 @@
-"""The frozen ends of a target that its drafters borrow: the embedding and the output head."""
+"""What a target's drafters borrow of it, frozen: the embedding and the output head."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TargetEnds:
         return rows * self.embed_scale if self.embed_scale != 1.0 else rows
 
     def on(self, device: torch.device) -> TargetEnds:
-        """These ends on `device`: the same memory where they are there already, else a copy; a head
+        """Embedding and head on `device`: the same memory where they are there already, else a copy; a head
         that is the embedding stays it."""
         embedding = self.embedding.to(device)
         tied = self.head.weight.data_ptr() == self.embedding.data_ptr()

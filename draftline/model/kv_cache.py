@@ -23,7 +23,7 @@ _SENT_ALONG = ("cache_kwargs", "kwargs")
 
 
 class StaticKV:
-    """Keys and values `[rows, kv_heads, slots, head_dim]` a layer, allocated on first use."""
+    """Keys and values `[rows, kv_heads, slots, head_dim]` per layer, allocated on first use."""
 
     def __init__(self, rows: int, slots: int, device: torch.device) -> None:
         self.rows = rows

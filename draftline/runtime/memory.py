@@ -43,7 +43,7 @@ class MemoryBaseline:
         self._before = [_counters(device) for device in self._devices]
 
     def changes(self) -> list[MemoryChange]:
-        """What happened since; costs a lock a device, no synchronisation."""
+        """What happened since; costs one lock per device, no synchronisation."""
         found = []
         for device, before in zip(self._devices, self._before, strict=True):
             now = _counters(device)

@@ -74,7 +74,7 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
     ) -> Nodes | None:
         """Joins the other machines, or None without torchrun or with one machine.
 
-        Raises ConfigError for an environment that is incomplete or asks for several processes a
+        Raises ConfigError for an environment that is incomplete or asks for several processes per
         machine on CUDA, RunError when the others do not come within the deadline.
         """
         count = _number("WORLD_SIZE", 1)
@@ -89,7 +89,7 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         local = _number("LOCAL_WORLD_SIZE", 1)
         if device_type == "cuda" and local > 1:
             raise ConfigError(
-                f"LOCAL_WORLD_SIZE={local}: draftline runs one process a machine, which drives all "
+                f"LOCAL_WORLD_SIZE={local}: draftline runs one process per machine, which drives all "
                 "its GPUs with threads; use torchrun --nproc-per-node 1"
             )
         return cls(

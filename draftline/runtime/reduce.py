@@ -1,6 +1,6 @@
 """The sum of the drafters' gradients inside one process, and the check that the drafters stay equal.
 
-M drafter threads meet here once a step. Drafter 0's thread queues the whole sum, and all M leave with
+M drafter threads meet here once per step. Drafter 0's thread queues the whole sum, and all M leave with
 bit-identical buffers: each element is summed in one place, in one order, and handed out.
 """
 
@@ -60,7 +60,7 @@ def choose_reduction(
 
 
 class Reducer:
-    """Sums one flat buffer a drafter; after `reduce` all of them hold the same bits.
+    """Sums one flat buffer per drafter; after `reduce` all of them hold the same bits.
 
     `buffers` are `[elements]`, contiguous, of one length and dtype, and the same memory at every
     step. With `nodes` the sum runs over all drafters of all machines. The first `reduce` makes
@@ -194,7 +194,7 @@ class Reducer:
         if self.how == "ordered":
             self._sum_in_order()
         elif self._nodes is None:
-            # One call, from one thread, for all: one a thread would wait for the others' forever.
+            # One call, from one thread, for all: one per thread would wait for the others' forever.
             nccl.all_reduce(self._buffers, streams=self._streams)  # type: ignore[no-untyped-call]
         else:
             nccl.reduce(self._buffers, root=0, streams=self._streams)
@@ -270,7 +270,7 @@ def checksum(flat: Tensor) -> Checksum:
 
 
 def describe_difference(machines: Sequence[Sequence[Checksum]]) -> str | None:
-    """Which drafters differ from what most hold, with values, or None. One list a machine."""
+    """Which drafters differ from what most hold, with values, or None. One list per machine."""
     named = [
         (f"drafter {rank}" if len(machines) == 1 else f"drafter {rank} of machine {machine}", sums)
         for machine, drafters in enumerate(machines)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One feature worker a target worker, one step a drafter; `key` is the features' identity;
+    """One feature worker per target worker, one step per drafter; `key` is the features' identity;
     `heldout` measures the first drafter, None where nothing is held out or another machine does."""
 
     features: list[FeatureWorker]
@@ -146,7 +146,7 @@ def assemble(
 def _replicas(
     config: Config, target: Target, placement: Placement, choices: Choices
 ) -> list[Target]:
-    """One target a worker; those on one device share weights, one that spans several is loaded."""
+    """One target per worker; those on one device share weights, one that spans several is loaded."""
     found = [target]
     for devices in placement.targets[1:]:
         if len(devices) == 1 and len(target.devices) == 1:

@@ -427,7 +427,7 @@ def test_plan_on_this_machine_and_on_one_that_is_only_thought_of(run: Run, confi
     assert code == 0, err
     assert "placement: 1 target(s) on cpu; 1 drafter(s) on cpu, 1 slot(s) each" in out
     assert "plan: 3 steps" in out
-    assert "under a minute (at 24 rows/s a drafter" in out
+    assert "under a minute (at 24 rows/s per drafter" in out
     eight = ("--devices", "8x141", "run.device=auto")
     code, out, err = run("plan", config, *eight, "topology.drafters=[cuda:5,cuda:6,cuda:7]")
     assert code == 0, err

@@ -109,7 +109,7 @@ def test_evaluation_says_what_identical_compares_with(
     )
     assert (score.identical, score.compared, score.reference_width) == (3, 3, 4)
     assert score.plain_tokens_per_s == 123.0, "speed is that of single tokens"
-    assert "plain decoding of 4 tokens a row" in score_details(score)
+    assert "plain decoding of 4 tokens per row" in score_details(score)
     assert "token by token 2 of 3 are" in score_details(score)
 
 

@@ -239,7 +239,7 @@ def test_one_machine_needs_no_nodes(count: str | None, clean: pytest.MonkeyPatch
                 "MASTER_PORT": "1",
                 "LOCAL_WORLD_SIZE": "2",
             },
-            r"LOCAL_WORLD_SIZE=2: draftline runs one process a machine.*--nproc-per-node 1",
+            r"LOCAL_WORLD_SIZE=2: draftline runs one process per machine.*--nproc-per-node 1",
         ),
     ],
 )

@@ -299,7 +299,7 @@ def test_resume_with_other_workers_wants_as_many_packs_a_step(
     interrupt_after(monkeypatch, 2)
     train(config("train.steps=4"))
     more = config("train.steps=4", "topology.drafters=[cpu,cpu]")
-    with pytest.raises(ResumeError, match=r"1 packs a step.*take 2.*packs_per_step=1"):
+    with pytest.raises(ResumeError, match=r"1 packs per step.*take 2.*packs_per_step=1"):
         train(more, resume=True)
     assert train(more, resume=True, accept_changes=True).step == 4
 

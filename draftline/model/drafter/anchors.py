@@ -32,7 +32,7 @@ def sample_anchors(
     """Draws up to `max_anchors` of the candidate positions without replacement, sorted.
 
     `candidates [tokens]` bool, `conversation [tokens]` the conversation's index in the pack (padding
-    -1), `start [tokens]`. Places are dealt out in rounds, one a conversation and round, so a short
+    -1), `start [tokens]`. Places are dealt out in rounds, one per conversation and round, so a short
     conversation is never starved by a long one: each gets all its candidates or the common quota.
     """
     tokens = candidates.shape[0]
@@ -45,7 +45,7 @@ def sample_anchors(
     index = torch.arange(tokens, device=device)
     first_of_group = torch.searchsorted(sorted_group, sorted_group)
     turn = torch.empty_like(index).scatter_(0, order, index - first_of_group)
-    # Who gets a place of the last, incomplete round is drawn a conversation: by the candidates' own
+    # Who gets a place of the last, incomplete round is drawn per conversation: by the candidates' own
     # draws the longest conversation, with the most chances of a small one, would nearly always win.
     luck = torch.rand(tokens + 1, device=device, generator=generator)[group]
     # float64 keeps the luck's order inside one turn however many turns there are.

@@ -55,7 +55,7 @@ class DrafterShape:
 
     @property
     def layer_types(self) -> list[str]:
-        """One of sliding_attention (causal, windowed) or full_attention (bidirectional) a layer."""
+        """One of sliding_attention (causal, windowed) or full_attention (bidirectional) per layer."""
         full = self.num_layers - self.sliding_layers
         return ["sliding_attention"] * self.sliding_layers + ["full_attention"] * full
 
@@ -217,7 +217,7 @@ class Drafter(nn.Module):
         predictions: bool = False,
     ) -> Tensor:
         """`forward` at given rotations: what is compiled, as a compiler would otherwise compute
-        every angle again in each kernel that rotates (1.4 ms a layer at 32,768 rows on an H200).
+        every angle again in each kernel that rotates (1.4 ms per layer at 32,768 rows on an H200).
 
         With `predictions` only the slots that predict, `[anchors * (block_size - 1), hidden]`: past
         its keys and values, the last layer has no use for the anchors' own rows.
@@ -243,7 +243,7 @@ class Drafter(nn.Module):
         full_mask: Mask,
         sliding_mask: Mask | None = None,
     ) -> Tensor:
-        """Final-norm states `[rows, tokens, hidden]` of one block a row; `extend` holds the cache."""
+        """Final-norm states `[rows, tokens, hidden]` of one block per row; `extend` holds the cache."""
         rope = self.rope(positions, block.dtype)
         return self._stack(block, rope, full_mask, sliding_mask, extend)
 

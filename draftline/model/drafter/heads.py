@@ -25,8 +25,9 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 class DraftVocabulary:
     """The tokens that a drafter drafts, and what it borrows of its target to do so.
 
-    `ends` have a head over these tokens only; `token_ids [draft_vocab]` are the tokens of its rows,
-    None where they are all; `row [vocab]` is the row of every token, -1 where it has none.
+    `ends` are embedding and head, the head over these tokens only; `token_ids [draft_vocab]` are the
+    tokens of its rows, None where they are all; `row [vocab]` is the row of every token, -1 where it
+    has none.
     """
 
     ends: TargetEnds
@@ -35,7 +36,7 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, ends: TargetEnds, token_ids: Tensor | None) -> DraftVocabulary:
-        """That of `token_ids`, on the device of the target's `ends`."""
+        """That of `token_ids`, on the device of the target's embedding and head, `ends`."""
         row = torch.arange(ends.vocab_size, device=ends.device)
         if token_ids is None:
             return cls(ends, None, row)

@@ -131,7 +131,7 @@ def _head_dim(text: Any, hidden_size: int) -> int:
 def _rope_theta(text: object) -> float:
     """The target's plain base: its scaling, partial rotation or M-RoPE are not inherited.
 
-    transformers 5 nests the base in rope_parameters, possibly once a layer type; a stale flat value
+    transformers 5 nests the base in rope_parameters, possibly once per layer type; a stale flat value
     may stand beside it, so the nested one is asked first. The drafter's context is as long as that
     of full attention, whose base goes before a window's.
     """

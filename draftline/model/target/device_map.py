@@ -15,7 +15,7 @@ def device_map(model: Any, devices: Sequence[torch.device]) -> dict[str, torch.d
     """Module name -> device, in the form of accelerate's `dispatch_model`.
 
     Decoder layers are whole and in order, balanced by bytes; everything else (embedding, head, final
-    norm, a vision tower) is on the first device, so that a target's ends stand together. `model` may
+    norm, a vision tower) is on the first device, so that embedding and head are together. `model` may
     be on the meta device. Raises TargetError when there are more devices than layers.
     """
     layers = getattr(model.get_decoder(), "layers", None)

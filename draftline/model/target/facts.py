@@ -51,7 +51,7 @@ class TargetFacts:
     Bytes are of the language model's parameters as they will be loaded, in `dtype` (dequantised, and
     without encoders of images or sound): `total_bytes` all of them; `trunk_bytes` the embedding and
     the layers up to the last tap, which is what features need; `head_bytes` is 0 when the head is
-    the embedding. `trunk_flops` and `total_flops` are matrix work a token, 2 a weight that the token
+    the embedding. `trunk_flops` and `total_flops` are matrix work per token, 2 per weight that the token
     passes (of experts, those it is routed to), attention scores and head left out. `tokenizer` is
     None for a directory that holds none.
     """
@@ -157,7 +157,7 @@ def _bytes(parameters: Sequence[Tensor]) -> int:
 
 
 def _flops(parameters: Sequence[Tensor], text: Any) -> float:
-    """2 a weight and token; stacked experts `[experts, ...]` count by the share that is routed to."""
+    """2 per weight and token; stacked experts `[experts, ...]` count by the share that is routed to."""
     routed = getattr(text, "num_experts_per_tok", None) or 1
     return 2.0 * sum(
         p.numel() * (min(routed, len(p)) / len(p) if p.ndim == 3 else 1) for p in parameters

@@ -24,7 +24,7 @@ from draftline.model.target.twin import build_twin
 # Within every limit that a twin has, beyond some of them, beyond all.
 _LENGTHS = (3, 13, 30)
 _PADDED = 34
-# Tokens a round of the cached forward that is tried.
+# Tokens per round of the cached forward that is tried.
 _BLOCK = 3
 
 

@@ -1,4 +1,4 @@
-"""What an export says of a target, read without its weights: its sizes, and what its ends multiply by."""
+"""What an export says of a target, read without its weights: sizes, and scales of embedding and head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftline.model.target.source import resolve_target
 from draftline.model.target.taps import check_taps, choose_taps
 from draftline.model.target.target import decoder_layers
 
-# Rows of the ends that stand in for the target's.
+# Rows of the embedding and head that stand in for the target's.
 _ROWS = 64
 _PLAIN = ("BF16", "F16", "F32", "F64")
 
@@ -81,7 +81,7 @@ def read_outline(section: TargetSection, *, with_head: bool) -> TargetOutline | 
 
 
 def _measure(path: str, config: Any, remote: bool) -> tuple[float, Head]:
-    """`probe` on a model whose ends have a few rows and whose layers give back what they get."""
+    """`probe` on a model with a few rows in embedding and head; its layers give back what they get."""
     from accelerate import init_empty_weights
 
     # Buffers are real: some targets keep the factor of their embeddings in one.

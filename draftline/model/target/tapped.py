@@ -72,7 +72,7 @@ class TappedDecoder:
         return output.last_hidden_state.to(self.device), self._take_taps()
 
     def _masks(self, mask: Tensor | None, positions: Tensor, keys: Tensor) -> Any:
-        """`mask` as the decoder takes it: one, or one a kind of layer, windows cut out of it by the
+        """`mask` as the decoder takes it: one, or one per kind of layer, windows cut out of it by the
         positions of `keys`."""
         windowed = mask
         if mask is not None and self._window is not None and mask.shape[-1] > self._window:

@@ -39,7 +39,7 @@ class Target:
     Attributes: `taps`, `hidden_size`, `num_layers`, `vocab_size` (head rows), `embedding`
     `[rows, hidden]` and `embed_scale` (block inputs are rows times scale), `head`, `stop_ids`,
     `tokenizer`, `text_config`, `layers` (decoder layers), `final_norm` (None where it is not called
-    `norm`), `dtype`, `device` (that of the ends and of every result), `devices` (all it spans),
+    `norm`), `dtype`, `device` (that of embedding, head and results), `devices` (all it spans),
     `fidelity` (what was compared with the model's own forward), `rope` (the table that was fixed).
     """
 
@@ -204,7 +204,7 @@ def load_target(
 
     `context` settles the rotation of targets that would choose it by length; see `Target`.
 
-    Several devices: the layers are spread over them (see `device_map`), the ends are on the first.
+    Several devices: layers are spread over them (see `device_map`), embedding and head are on the first.
     Raises TargetError when it cannot be loaded or is not what its checkpoint says (see
     `load_weights`), when its tokenizer is another model's, or when it cannot be tapped.
     """

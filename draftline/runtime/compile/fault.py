@@ -43,7 +43,7 @@ def explain(
     if kind == "FailOnRecompileLimitHit":
         return CompileError(
             f"{who} was compiled for as many shapes as torch allows one function (8 by default, "
-            "torch._dynamo.config.recompile_limit); warm fewer shapes, or compile it once a shape"
+            "torch._dynamo.config.recompile_limit); warm fewer shapes, or compile it once per shape"
         )
     if kind == "Unsupported":
         return CompileError(f"{who} cannot be compiled as one graph: {_graph_break(text)}")

@@ -6,7 +6,7 @@ compile later, or run uncompiled, into an error with a name. Where nothing is co
 gate only says so.
 
 Two threads must neither compile at the same time nor step while another compiles: torch keeps one
-tracing state a process, and a backward that compiles on a device's autograd thread can wait for a
+tracing state per process, and a backward that compiles on a device's autograd thread can wait for a
 thread that waits for it.
 """
 
@@ -67,7 +67,7 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 class CompileGate(AbstractContextManager["CompileGate"]):
     """Compiles functions for the devices of a process and, once sealed, forbids every later compile.
 
-    There is one gate a process at a time. Leaving the context restores what it changed: the
+    There is one gate per process at a time. Leaving the context restores what it changed: the
     stance, the compile callback and the warning filter. Nobody waits longer than `deadline_s`
     seconds without anybody getting on: then CompileError says who is waited for.
     """
@@ -134,7 +134,7 @@ class CompileGate(AbstractContextManager["CompileGate"]):
             if self._process is None:
                 raise CompileError("the compile gate is not entered: use it as a context manager")
             # Before any call: an eager flex_attention materialises rows x keys scores, and it
-            # warns once a process only.
+            # warns once per process only.
             self._process.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("error", message=EAGER_FLEX)
             self._watch.start()

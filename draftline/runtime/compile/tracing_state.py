@@ -27,5 +27,7 @@ def check_tracing_state() -> None:
 def tracing_scope() -> str:
     """Whether this torch's FX tracing flag is the process's or a thread's own (2.14 and later)."""
     if hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
-        return f"torch {torch.__version__} has one tracing flag a process: the gate is mandatory"
-    return f"torch {torch.__version__} has a tracing flag a thread; patches are still a process's"
+        return f"torch {torch.__version__} has one tracing flag per process: the gate is mandatory"
+    return (
+        f"torch {torch.__version__} has one tracing flag per thread; patches are still a process's"
+    )

@@ -71,7 +71,7 @@ def outcome(compiles: int, before: CacheCounts, after: CacheCounts, *, captured:
 def table_lines(
     rows: Sequence[WarmRow], graphs: Sequence[GraphRow], cold: Sequence[tuple[str, str]]
 ) -> list[str]:
-    """Aligned lines: a head, a line a compile, one a warm-up, one for each of `cold` (name, device),
+    """Aligned lines: a head, one line per compile, one per warm-up, one for each of `cold` (name, device),
     and the coverage."""
     cells = [("graph", "device", "part", "outcome", "seconds")]
     cells += [(g.name, g.device, g.part, g.outcome, f"{g.seconds:.1f}") for g in graphs]

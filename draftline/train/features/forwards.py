@@ -55,7 +55,7 @@ def decide(capture: Literal["auto", "always"], timing: Timing) -> tuple[bool, st
             )
         return False, f"the forward makes the host wait ({timing.waits})"
     captured = capture == "always" or should_capture(timing.host_ms, timing.device_ms)
-    return captured, f"host {timing.host_ms:.1f} ms of {timing.device_ms:.1f} ms a forward"
+    return captured, f"host {timing.host_ms:.1f} ms of {timing.device_ms:.1f} ms per forward"
 
 
 def time_forward(forward: Callable[[], None], device: torch.device) -> Timing:
@@ -117,7 +117,7 @@ class TargetForwards:
         )
         self.row = self._buffer[:token_budget]
         self._trash = token_budget
-        # Token ids in the first half, places in `row` in the second: one copy a forward.
+        # Token ids in the first half, places in `row` in the second: one copy per forward.
         inputs = torch.zeros(2 * table.most_tokens, dtype=torch.int64, device=self.device)
         self._staging = Staging((2 * table.most_tokens,), torch.int64, self.device, depth=_AHEAD)
         pool = GraphPool(self.device)

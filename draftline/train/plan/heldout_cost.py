@@ -21,7 +21,7 @@ _FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True)
 class HeldOutCost:
-    """`passes` forward passes over `positions` block starts a measurement, of which the run takes
+    """`passes` forward passes over `positions` block starts per measurement, of which the run takes
     `measurements`; together `work_pct` of the drafter's work in 100 of training. `host_bytes` hold
     the features."""
 

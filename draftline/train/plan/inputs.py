@@ -248,7 +248,7 @@ def _others_words(config: Config, reading: Reading) -> str:
         return ""
     return (
         f"{texts} of {len(reading.conversations)} conversations are text, not this target's own words: "
-        "accept_length on its real answers may be far lower; `draftline regenerate` writes those"
+        "the acceptance length on its real answers may be far lower; `draftline regenerate` writes those"
     )
 
 
@@ -345,7 +345,7 @@ def template_arguments(config: Config, date: datetime.date | None) -> dict[str, 
 
 
 def _guess(config: Config, reading: Reading, choices: Choices) -> Tokenized:
-    """Samples as long as their conversations would be at so many characters a token."""
+    """Samples as long as their conversations would be at so many characters per token."""
     choices.record(
         "data.tokens",
         wanted="the target's tokenizer",

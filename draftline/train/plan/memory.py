@@ -46,9 +46,9 @@ class DeviceMemory:
 def device_memory(
     config: Config, inputs: Inputs, placement: Placement, available: Sequence[DeviceFacts]
 ) -> tuple[DeviceMemory, ...]:
-    """One entry a device of `placement`, by index; `available` are the machine's GPUs."""
+    """One entry per device of `placement`, by index; `available` are the machine's GPUs."""
     facts = inputs.facts
-    # Ends and rows of a target that spans devices are on its first.
+    # Embedding, head and rows of a target that spans devices are on its first.
     firsts = [span[0] for span in placement.targets]
     soft = config.loss.soft_labels > 0
     pack = feature_size(facts, config.token_budget, last_hidden=soft).bytes
@@ -89,7 +89,7 @@ def device_memory(
 def memory_table(rows: Sequence[DeviceMemory]) -> list[str]:
     """Aligned lines in GiB; devices that hold the same share one, parts of nothing are left out."""
     parts = [part for part in rows[0].parts if any(row.parts[part] for row in rows)]
-    lines = [["GiB a device", *parts, "total", "free"]]
+    lines = [["GiB per device", *parts, "total", "free"]]
     for _, group in groupby(rows, key=lambda row: (row.name, row.parts, row.free_bytes)):
         alike = list(group)
         row, last = alike[0], alike[-1]

@@ -23,7 +23,7 @@ _TARGET_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One entry a worker: a target's devices (several where it spans them), a drafter's device, and
+    """One entry per worker: a target's devices (several where it spans them), a drafter's device, and
     a drafter's ring slots."""
 
     targets: tuple[tuple[torch.device, ...], ...]
@@ -162,7 +162,7 @@ def target_spans(
 
 
 def accumulation(config: Config, drafters: int, nodes: int = 1) -> int:
-    """Packs that each of `drafters` a machine takes in one step, on `nodes` machines.
+    """Packs that each of `drafters` per machine takes in one step, on `nodes` machines.
 
     Raises ConfigError when train.packs_per_step cannot be shared out evenly.
     """
@@ -171,7 +171,7 @@ def accumulation(config: Config, drafters: int, nodes: int = 1) -> int:
     if packs % workers:
         near = max(1, packs // workers) * workers
         raise ConfigError(
-            f"train.packs_per_step={packs} is no multiple of the {workers} drafters ({drafters} a "
+            f"train.packs_per_step={packs} is no multiple of the {workers} drafters ({drafters} per "
             f"machine, {nodes} machine(s)), which all take as many; use {near} or {near + workers}, "
             "null for one each, or another topology.drafters"
         )
@@ -264,7 +264,7 @@ def _choose(
 def _split(work: PackWork, gpus: int, span: int, packs: int | None, nodes: int) -> tuple[int, int]:
     """Targets (of `span` GPUs each) and drafters that finish most packs, then use fewest GPUs.
 
-    Only numbers of drafters that share out `packs` a step evenly, where there are any.
+    Only numbers of drafters that share out `packs` per step evenly, where there are any.
     """
     span = min(span, gpus - 1)
     pairs = [(n, m) for n in range(1, gpus) for m in range(1, gpus - n * span + 1)]

@@ -53,7 +53,7 @@ class Hours:
 class Plan:
     """Sizes in bytes and counts; `lines()` is what a person reads before the run starts.
 
-    `accumulate` packs go through each drafter a step, `packs_per_step` through all of them; `rows`
+    `accumulate` packs go through each drafter per step, `packs_per_step` through all of them; `rows`
     are those of a step, `anchored_pct` the share of the positions where a block could begin at which
     one does in an epoch, `padding_pct` the share of padding in target forwards. `heldout` is what
     measuring costs, None where nothing is held out.
@@ -86,11 +86,11 @@ class Plan:
             f"fill {self.fill_pct:.1f} % (limited by {self.limited_by})"
         )
         about_rows = (
-            f"plan: {self.rows} rows a step from {self.packs_per_step} pack(s), {self.accumulate} a "
-            f"drafter; drafter of {self._parameters()} parameters"
+            f"plan: {self.rows} rows per step from {self.packs_per_step} pack(s), {self.accumulate} "
+            f"per drafter; drafter of {self._parameters()} parameters"
         )
         about_anchors = (
-            f"plan: {self.anchors} anchors a pack, in an epoch at {self.anchored_pct:.0f} % of the "
+            f"plan: {self.anchors} anchors per pack, in an epoch at {self.anchored_pct:.0f} % of the "
             "positions where a block can begin"
         )
         about_target = f"plan: {self.padding_pct:.1f} % padding in target forwards"
@@ -155,7 +155,7 @@ def plan_run(
     """The plan of a run; raises ConfigError or DeviceError when it cannot fit, with the numbers.
 
     `packs` are an epoch of all `nodes` machines, which are alike; `available` are this one's GPUs.
-    `rate` is what one drafter was measured to do, in rows a second.
+    `rate` is what one drafter was measured to do, in rows per second.
     """
     accumulate = accumulation(config, len(placement.drafters), nodes)
     together = accumulate * len(placement.drafters) * nodes
@@ -251,7 +251,7 @@ def _hours(
         fed = work.target * computed / known[0]
     if rate is not None:
         drafted = config.anchors * config.block_size / rate
-        basis = f"at {rate:g} rows/s a drafter; "
+        basis = f"at {rate:g} rows/s per drafter; "
         basis += "target estimated, not measured" if fed else "if no drafter waits for a target"
     elif known:
         drafted = work.drafter / known[0]

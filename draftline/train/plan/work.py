@@ -29,7 +29,7 @@ def pack_work(config: Config, facts: TargetFacts, shape: DrafterShape) -> PackWo
 def step_flops(
     shape: DrafterShape, vocabulary: int, context: int, anchors: int, *, soft: bool = False
 ) -> float:
-    """Operations of one step's matrix products: 6 a weight and row, and over the supervised slots
+    """Operations of one step's matrix products: 6 per weight and row, and over the supervised slots
     two products with the frozen head (logits, their gradient), three with soft labels."""
     rows = anchors * shape.block_size
     fc = shape.num_taps * shape.hidden_size**2

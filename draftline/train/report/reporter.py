@@ -25,7 +25,7 @@ _Report = tuple[int, list[float], float, HeldOutScore | None]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What turns steps into rates: `rows` and `tokens` a step, `steps` of the whole run."""
+    """What turns steps into rates: `rows` and `tokens` per step, `steps` of the whole run."""
 
     rows: int
     tokens: int

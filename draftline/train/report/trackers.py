@@ -188,7 +188,7 @@ class _Console(Console):
 
 
 class TerminalProgress:
-    """A bar on a terminal; where the output is a file a line every ten seconds, and the last one."""
+    """A bar on a terminal; where the output is a file, one line every ten seconds, and the last one."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
@@ -240,7 +240,7 @@ class TerminalProgress:
             self._rate = f"the first step is under way, {now - since:.0f} s"
         elif step > self._step:
             step_s = (now - since) / (step - begin)
-            self._rate = f"{step_s:.2f} s a step"
+            self._rate = f"{step_s:.2f} s per step"
             self._eta_s = step_s * (self._total - step)
         first_done = self._step == begin < step
         self._step = step

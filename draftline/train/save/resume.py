@@ -121,8 +121,8 @@ def take_up(
     accept_changes: bool,
 ) -> Start:
     """Puts the state that a checkpoint holds into every drafter of every machine (machine 0 has the
-    checkpoint); returns where it was. Raises ResumeError when a run with these features and packs a step
-    cannot go on from it."""
+    checkpoint); returns where it was. Raises ResumeError when a run with these features and packs per
+    step cannot go on from it."""
     state: RunState | None = None
     if checkpoint is not None:
         state = checkpoint.state
@@ -157,7 +157,7 @@ def check_state(
         )
     if state.packs_per_step != packs_per_step and not accept_changes:
         raise ResumeError(
-            f"{checkpoint.path} was trained with {state.packs_per_step} packs a step, these "
+            f"{checkpoint.path} was trained with {state.packs_per_step} packs per step, these "
             f"workers take {packs_per_step}; set train.packs_per_step={state.packs_per_step}, or "
             "continue all the same with --accept-changes"
         )

@@ -4,7 +4,7 @@ Blocks are drafted from every position of every held-out answer, and what is cor
 counted. Two means follow. The uniform one takes every position alike, as the training metric does.
 The chain one walks each answer as greedy decoding would: the next block starts behind what was
 accepted and the token that the target adds. Where the answers are the target's own greedy ones it
-is, in float32, decoding's accept_length itself.
+is, in float32, decoding's acceptance length (`accept_length`) itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftline.train.step.step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScore:
-    """`loss_heldout`, and tokens a target call, bonus included: `accept_length_heldout` over all
+    """`loss_heldout`, and tokens per target call, bonus included: `accept_length_heldout` over all
     `heldout_positions` where training may anchor a block, `accept_length_chain` over the
     `heldout_rounds` that decoding would take. `heldout_s` is what the measurement took."""
 

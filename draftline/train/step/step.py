@@ -36,7 +36,7 @@ from draftline.train.step.totals import Totals
 class StepSpec:
     """What all drafters of a run have in common. `noise` is the deviation of Gaussian feature
     noise; `seed` and a pack's number give the pack's anchors and noise; `gather` is that of
-    MasterAdamW, for several packs a step."""
+    MasterAdamW, for several packs per step."""
 
     loss: LossSpec
     optimizer: OptimizerSpec
@@ -60,7 +60,7 @@ class StepKernels:
 def compile_kernels(
     gate: CompileGate, ends: TargetEnds, token_ids: Tensor | None, spec: StepSpec
 ) -> StepKernels:
-    """The kernels of the device that `ends` lie on, over the draft vocabulary where there is one."""
+    """The kernels of the device of `ends`, over the draft vocabulary where there is one."""
     device = ends.device
     vocabulary = DraftVocabulary.of(ends, token_ids)
 
@@ -87,7 +87,7 @@ def compile_kernels(
 
 
 class TrainStep:
-    """The step of one drafter on one device: `stage`, `gradients` a pack, then `update`."""
+    """The step of one drafter on one device: `stage`, `gradients` per pack, then `update`."""
 
     def __init__(
         self,

@@ -30,5 +30,5 @@ def test_the_scope_of_the_flag_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False, raising=False)
     assert "the gate is mandatory" in tracing_scope()
     monkeypatch.delattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")
-    assert "a tracing flag a thread" in tracing_scope()
+    assert "one tracing flag per thread" in tracing_scope()
     check_tracing_state()  # a torch without the flag

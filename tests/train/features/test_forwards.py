@@ -147,8 +147,8 @@ def test_graphs_are_worth_it_when_launches_cost_more_than_a_seventh() -> None:
     assert not should_capture(1.4, 10.0)
     assert should_capture(1.6, 10.0)
     fast, slow = Timing(1.0, 100.0), Timing(20.0, 100.0)
-    assert decide("auto", fast) == (False, "host 1.0 ms of 100.0 ms a forward")
-    assert decide("auto", slow) == (True, "host 20.0 ms of 100.0 ms a forward")
+    assert decide("auto", fast) == (False, "host 1.0 ms of 100.0 ms per forward")
+    assert decide("auto", slow) == (True, "host 20.0 ms of 100.0 ms per forward")
     assert decide("always", fast)[0]
     waiting = Timing(math.nan, math.nan, "called a synchronizing CUDA operation")
     captured, reason = decide("auto", waiting)
@@ -194,7 +194,7 @@ def test_on_cuda_the_largest_shape_decides_for_all(
     assert len(set(captured)) == (len(TABLE.shapes) if got == "captured" else 0)
     (choice,) = choices.entries
     assert (choice.what, choice.wanted, choice.got) == ("target forwards", capture, got)
-    assert choice.reason == f"host {host_ms:.1f} ms of 100.0 ms a forward on cuda:1"
+    assert choice.reason == f"host {host_ms:.1f} ms of 100.0 ms per forward on cuda:1"
     assert not choice.fallback
 
 

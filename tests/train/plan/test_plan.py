@@ -119,10 +119,10 @@ def test_hours_come_from_a_rate_or_from_a_known_gpu(tmp_path: Path, inputs: Any)
         None,
         ("unknown here; draftline plan --time measures a step, --rate takes what bench step did"),
     )
-    # 32 rows a pack at 16 rows/s are 2 s; two drafters work at once, and take two packs a step.
+    # 32 rows per pack at 16 rows/s are 2 s; two drafters work at once, and take two packs per step.
     given = planned(tmp_path, inputs, "3x141", rate=16.0).hours
     assert given.hours == pytest.approx(2.0)
-    assert str(given).startswith("2.0 hours (at 16 rows/s a drafter")
+    assert str(given).startswith("2.0 hours (at 16 rows/s per drafter")
     known = planned(tmp_path, inputs, "3xH200").hours
     assert "estimated from matrix work, not measured" in str(known)
     work = pack_work(config(tmp_path), inputs.facts, inputs.shape)
@@ -187,7 +187,7 @@ def test_the_plan_says_how_much_of_the_data_the_anchors_reach(tmp_path: Path, in
     possible = [57 - 1 + 27 - 1, 67 - 1]
     plan = plan_run(config(tmp_path), inputs, PACKS, CPU, ())
     assert (plan.anchors, plan.anchored_pct) == (8, pytest.approx(100 * 16 / sum(possible)))
-    assert "8 anchors a pack, in an epoch at 11 % of the positions" in "\n".join(plan.lines())
+    assert "8 anchors per pack, in an epoch at 11 % of the positions" in "\n".join(plan.lines())
     auto = plan_run(config(tmp_path, "max_anchors=null"), inputs, PACKS, CPU, ())
     assert (auto.anchors, auto.rows) == (16, 64)
     every = plan_run(config(tmp_path, "max_anchors=100"), inputs, PACKS, CPU, ())

@@ -63,14 +63,14 @@ def test_progress_moves_from_the_first_step_and_then_every_ten_seconds(
     assert lines(capsys) == ["step 0/100  the first step is under way, 12 s"]
     clock.now += 2
     shown.reached(1)
-    assert lines(capsys) == ["step 1/100  14.00 s a step  ETA 23.1 min"]
+    assert lines(capsys) == ["step 1/100  14.00 s per step  ETA 23.1 min"]
     for step in range(2, 10):
         clock.now += 1
         shown.reached(step)
     assert lines(capsys) == []
     clock.now += 2
     shown.reached(10)
-    assert lines(capsys) == ["step 10/100  2.40 s a step  ETA 3.6 min"]
+    assert lines(capsys) == ["step 10/100  2.40 s per step  ETA 3.6 min"]
     clock.now += 10
     shown.update(10, VALUES)
     assert lines(capsys) == [
@@ -89,7 +89,7 @@ def test_a_resumed_run_counts_its_rate_from_where_it_begins(
     shown.reached(40)
     clock.now += 3
     shown.reached(41)
-    assert lines(capsys) == ["step 41/60  3.00 s a step  ETA 0.9 min"]
+    assert lines(capsys) == ["step 41/60  3.00 s per step  ETA 0.9 min"]
 
 
 def test_a_bar_on_a_terminal_follows_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_bar_on_a_terminal_follows_every_step(monkeypatch: pytest.MonkeyPatch)
         shown.reached(step)
         seen.append(shown._progress.tasks[0].completed)
     assert seen == [0, 1, 2, 3]
-    assert shown._progress.tasks[0].fields["text"] == "1.00 s a step"
+    assert shown._progress.tasks[0].fields["text"] == "1.00 s per step"
 
 
 def test_a_terminal_that_is_gone_ends_no_run(
