@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", choices=[*SIDES, "all"], default="all")
     for name in VARIANTS:
         parser.add_argument(f"--without-{name}", action="store_true")
-    parser.add_argument("--json", action="store_true", help="one object a recording and view")
+    parser.add_argument("--json", action="store_true", help="one object per recording and view")
     options = parser.parse_args(arguments)
     chosen: dict[str, Any] = vars(options)
     without = [name for name in VARIANTS if chosen[f"without_{name}"]]

@@ -3,7 +3,7 @@
     python bench/launches.py TOPOLOGY [--launches 10] [--together 5] [--ungated] [--out FILE]
 
 TOPOLOGY is `1x3` (all on cuda:0), `2x3` (targets on cuda:0 and cuda:1, drafters on cuda:0, cuda:1,
-cuda:1), `1x2` (a GPU a drafter: NCCL), `span` (one target over both GPUs), or `cpu`. With --ungated the
+cuda:1), `1x2` (one GPU per drafter: NCCL), `span` (one target over both GPUs), or `cpu`. With --ungated the
 same program runs without the compile gate's order: every worker warms up at once, as if nobody had
 thought of it.
 """

@@ -5,7 +5,7 @@
 1. `record`: microseconds that `Recorder.step` adds to the calling thread, on an empty step.
 2. `read`: microseconds of one reading of the allocator (flat, nested, and the signal's own), with few
    and with thousands of segments, and of one look at a device through NVML.
-3. `thread`: CPU milliseconds a second that the sampling thread takes, at 5 samples a second.
+3. `thread`: CPU milliseconds per second that the sampling thread takes, at 5 samples per second.
 4. `step`: a step of 150 ms with and without recording, blocks of one and the other in turn: once with
    few long kernels, once with so many short ones that Python is busy all the time.
 
@@ -139,7 +139,7 @@ def make_step(device: torch.device, wanted_s: float, *, short: bool) -> Callable
 def step_cost(
     folder: Path, device: torch.device, pairs: int, block: int, step_s: float, *, short: bool
 ) -> Row:
-    """Milliseconds a step with and without, and the mean of the paired differences."""
+    """Milliseconds per step with and without, and the mean of the paired differences."""
     step = make_step(device, step_s, short=short)
     means: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs):

@@ -65,7 +65,7 @@ def test_diagnose_tells_a_person_what_to_do(run: Run) -> None:
     code, out, _ = run("diagnose", LEAK)
     assert code == 3
     assert "GPU 0: slope" in out
-    assert "grows by 32.25 MiB a step" in out
+    assert "grows by 32.25 MiB per step" in out
     assert "next: look for tensors kept across steps" in out
 
 

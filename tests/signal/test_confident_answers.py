@@ -172,7 +172,7 @@ def test_the_process_that_grows_is_named(tmp_path: Path) -> None:
     ]
     text = "timestamp, gpu_uuid, pid, used_gpu_memory [MiB]\n" + "\n".join(rows) + "\n"
     said = of(tmp_path, text).line
-    assert "process 222 grows by 20 MiB a second" in said
+    assert "process 222 grows by 20 MiB per second" in said
     assert "process 111 is flat at 20,000 MiB" in said
 
 
@@ -288,7 +288,7 @@ def test_a_process_that_grows_into_what_another_gives_back_is_named(tmp_path: Pa
         for pid, used in ((111, 20000 - 10 * n), (222, 5000 + 10 * n))
     ]
     text = "timestamp, gpu_uuid, pid, used_gpu_memory [MiB]\n" + "\n".join(rows) + "\n"
-    assert "process 222 grows by 10 MiB a second" in of(tmp_path, text).line
+    assert "process 222 grows by 10 MiB per second" in of(tmp_path, text).line
 
 
 def test_prose_before_a_header_is_no_table(tmp_path: Path) -> None:

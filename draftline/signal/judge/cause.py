@@ -28,7 +28,7 @@ Rule = Callable[[Evidence], Cause | None]
 def calls_a_step(seen: Evidence) -> str:
     gained = seen.gained("allocator_calls")
     return (
-        f"{float(gained.sum()) / max(seen.count, 1):,.0f} memory requests a step. "
+        f"{float(gained.sum()) / max(seen.count, 1):,.0f} memory requests per step. "
         if len(gained)
         else ""
     )
@@ -43,7 +43,7 @@ def peak_over_floor(seen: Evidence) -> str:
     if over < MIB:
         return ""
     usual = float(np.median(tokens)) if len(tokens) else 0.0
-    each = f", {over / usual / 1024:,.0f} KiB a token" if usual > 0 else ""
+    each = f", {over / usual / 1024:,.0f} KiB per token" if usual > 0 else ""
     return f"Inside a step {over / GIB:.2f} GiB come and go{each}."
 
 

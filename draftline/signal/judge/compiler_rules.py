@@ -17,7 +17,7 @@ from draftline.signal.judge.shape import counted
 
 _STORM_SHARE = 0.5
 _TELLING_RECOMPILES = 3
-# More requests a step than this are not left-overs around a replayed graph (reading a metric is one).
+# More requests per step than this are not left-overs around a replayed graph (reading a metric is one).
 _CAPTURED_CALLS = 20
 _FEWEST_STEPS = 3  # of a program that ended earlier nobody knows what it would have compiled
 _OF_TENSORS = ("size of", "stride of", "dtype of", "number of dimensions", "requires_grad of")
@@ -33,7 +33,7 @@ def eager_flex(seen: Evidence) -> Cause | None:
         return None
     return Cause(
         "eager_flex",
-        # PyTorch says it once a process: a compiled program may have done so in its warm-up alone.
+        # PyTorch says it once per process: a compiled program may have done so in its warm-up alone.
         "medium" if early and (seen.total("frames") or 0) > 0 else "high",
         "PyTorch warned that flex_attention was called without torch.compile; every attention score is "
         f"then built in memory. {peak_over_floor(seen)}".strip(),

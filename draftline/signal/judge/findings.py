@@ -219,10 +219,10 @@ def _quiet(seen: Evidence) -> str:
     """What the counters said of the steady state."""
     parts = []
     for name, noun, each in (
-        ("allocator_calls", "memory request", " a step"),
+        ("allocator_calls", "memory request", " per step"),
         ("compiles", "compile", ""),
         ("retries", "retry", ""),
-        ("graph_replays", "graph replay", " a step"),
+        ("graph_replays", "graph replay", " per step"),
     ):
         grown = seen.grown(name)
         if grown is None:

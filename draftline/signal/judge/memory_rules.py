@@ -29,8 +29,8 @@ def allocator_retries(seen: Evidence) -> Cause | None:
     when = [f"{steady} in {seen.count} steps"] if steady else []
     when += [f"{before} in the warm-up and pauses"] if before else []
     tried = (
-        "allocations failed and were tried again after the cache was given back to the driver (a "
-        f"device-wide stall each): {', '.join(when)}. "
+        "allocations failed and were tried again after the cache was given back to the driver "
+        f"(each stalls the whole device): {', '.join(when)}. "
     )
     ended = f"{counted(out, 'allocation')} failed for good: out of memory. " if out else ""
     return Cause(
@@ -91,7 +91,7 @@ def leak(seen: Evidence) -> Cause | None:
     return Cause(
         "leak",
         "high" if floor.kind == "slope" else "medium",
-        f"what tensors occupy between two steps grows by {a_step / MIB:.2f} MiB a step "
+        f"what tensors occupy between two steps grows by {a_step / MIB:.2f} MiB per step "
         f"({floor.net_bytes / MIB:,.0f} MiB in {steps:,.0f} steps){_until_full(seen, a_step)}.",
         _FIND_KEPT,
     )

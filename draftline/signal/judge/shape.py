@@ -319,7 +319,7 @@ def _portions(grid: Column, rising: npt.NDArray[np.bool_]) -> tuple[float, float
 
 
 def _line(times: Column, values: Column) -> tuple[float, float, float]:
-    """Of the best line: slope a second, squared correlation, largest distance from it."""
+    """Of the best line: slope per second, squared correlation, largest distance from it."""
     t, v = times - times.mean(), values - values.mean()
     slope = float(t @ v / (t @ t))
     rest = v - slope * t
@@ -350,7 +350,7 @@ def _mib(size: float) -> str:
 
 
 def _rate(slope: float) -> str:
-    return f"{_mib(slope)} a second"
+    return f"{_mib(slope)} per second"
 
 
 def _span(times: Column) -> str:

@@ -96,7 +96,7 @@ class Collector:
         self._runs_before = 0
         self._unitless: dict[str, str] = {}  # keys of levels that say no unit, by the column
         self._placed = ""  # the key by which steps are told apart that name no device
-        self._lines: dict[tuple[str, str], Row] = {}  # the last one of a kind and device
+        self._lines: dict[tuple[str, str], Row] = {}  # the last one per kind and device
         self._latest_s = -math.inf
 
     def add(self, line: str) -> Row | None:

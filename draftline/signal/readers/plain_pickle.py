@@ -7,7 +7,7 @@ import pickletools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-# Estimated bytes of memory a byte of the file may become. Honest files take six to nine.
+# Estimated bytes of memory per byte of the file. Honest files take six to nine.
 _MOST_TIMES = 16
 _FREE_BYTES = 1 << 20
 _LONGEST_INT_BITS = 72  # an unsigned address of 64 bits takes nine bytes

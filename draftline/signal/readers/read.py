@@ -17,7 +17,7 @@ from draftline.signal.readers.textfile import TextFile, clean
 from draftline.signal.trace import Trace, one_line
 
 FORMATS = (
-    "a recording of draftline.signal or one JSON object a step (JSON lines), a draftline run "
+    "a recording of draftline.signal or one JSON object per step (JSON lines), a draftline run "
     "directory, `nvidia-smi --query-gpu=... --format=csv` or --query-compute-apps, `nvidia-smi dmon` "
     "or pmon, plain `nvidia-smi` logged in a loop, a PyTorch memory snapshot; also as .gz or .xz"
 )
@@ -190,5 +190,5 @@ def _describe(head: bytes) -> str:
         return "binary data"
     first = next(iter(clean(head).strip().splitlines()), "")[:60]
     if first[:1] in "[{":
-        return "a JSON document, not one JSON object a line"
+        return "a JSON document, not one JSON object per line"
     return f"text that begins with {first!r}"

@@ -11,7 +11,7 @@ _TOKEN = re.compile(
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;?]*|[()])?$")
 _ROWS, _COLUMNS = 150, 400  # larger than most terminals; what lies beyond is not kept
-# Screens are shown for at most so many rows a character drawn, which bounds the work a file can ask.
+# Screens are shown for at most so many rows per character drawn, which bounds the work a file can ask.
 _ROWS_A_CHARACTER = 4
 _ROWS_AT_FIRST = 10_000
 # Sequences that place the cursor; without them a text reads from top to bottom.

@@ -20,7 +20,7 @@ from draftline.signal.trace import Event, Trace, one_line
 
 log = logging.getLogger(__name__)
 
-_MOST_EVENTS = 2000  # of a kind that are written; the counters go on counting
+_MOST_EVENTS = 2000  # per kind that are written; the counters go on counting
 _MOST_TEXT = 2000
 
 

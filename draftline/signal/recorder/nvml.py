@@ -74,7 +74,7 @@ class Device:
 
 
 class Source(Protocol):
-    """Where readings come from. `hz_limit` is how often a second it may be asked. `read` takes the
+    """Where readings come from. `hz_limit` is how many times a second it may be asked. `read` takes the
     names of the devices wanted (None: all) and raises Unavailable."""
 
     hz_limit: float
@@ -206,7 +206,7 @@ class Nvml:
 
 
 class SmiProgram:
-    """Readings through the `nvidia-smi` program, at most one a second; processes are unknown."""
+    """Readings through the `nvidia-smi` program, at most one per second; processes are unknown."""
 
     hz_limit = 1.0
     _COLUMNS = "index,uuid,name,memory.used,memory.total,utilization.gpu"

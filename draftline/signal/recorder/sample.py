@@ -27,7 +27,7 @@ def check_hz(hz: float) -> float:
     """`hz` itself; raises ConfigError unless it is above 0 and at most 100."""
     if not 0 < hz <= _HZ_MOST:
         raise ConfigError(
-            f"hz={hz}: samples a second, above 0 and at most {_HZ_MOST:.0f}; 5 is usual"
+            f"hz={hz}: samples per second, above 0 and at most {_HZ_MOST:.0f}; 5 is usual"
         )
     return hz
 

@@ -1,5 +1,5 @@
 """What of a long recording is written: at first everything, later whatever moves and the fewer of the
-other lines the longer it goes on. A day of steps of 200 ms would be 180 MB a device otherwise."""
+other lines the longer it goes on. A day of steps of 200 ms would be 180 MB per device otherwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-FULL = 1024  # lines of a kind and device that are all written
+FULL = 1024  # lines per kind and device that are all written
 # Not even a still device is recorded more rarely: a verdict needs some lines between two pauses.
 MOST_APART_S = 4.2
 # A value that moved so often tells nothing new by moving.

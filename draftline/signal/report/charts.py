@@ -67,7 +67,7 @@ def _speed_of_log(metrics: Metrics, draw: Draw) -> list[Chart]:
     caption, waiting = "Milliseconds per step, averaged between two lines of the log", None
     if waited["drafters"] is not None:
         waiting = step_ms * np.clip(waited["drafters"], 0, 100) / 100
-        caption += ": what the drafters work, and on top of it what they wait for features"
+        caption += ": the time the drafters work, and on top of it the time they wait for features"
     names = ("drafters work", "drafters wait for features")
     charts = [_step_time(draw, step_ms, waiting, names, f"{caption}.")]
     sides = [
@@ -78,8 +78,8 @@ def _speed_of_log(metrics: Metrics, draw: Draw) -> list[Chart]:
     if sides:
         most = max(float(np.nanmax(column)) for column in waited.values() if column is not None)
         caption = (
-            "Share of its time that a side stood still for the other. Zero for the drafters and "
-            "something for the targets is what you want."
+            "Share of the time that a side waited for the other. You want zero for the drafters and "
+            "something for the targets."
         )
         axis = {"title": "% of the time", "range": [0, min(103.0, max(10.0, 1.15 * most))]}
         charts.append(_chart("Waiting", caption, sides, step_ms, axis))

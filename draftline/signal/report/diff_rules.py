@@ -77,7 +77,7 @@ _TABLE = r"""
 28  compile\.(seconds|graphs from the cache)
         It tells how warm the compile cache was; the steps afterwards are the same.
 24  variable\..*|environment\.(CPUs|CPU limit|memory|memory limit|container|kernel|platform)
-        It belongs to the host, and bears on speed more than on device memory.
+        It belongs to the machine, and bears on speed more than on device memory.
 20  config\..*
         It changes numbers, not sizes.
 16  version\..*|environment\..*

@@ -44,7 +44,7 @@ def test_a_leak_is_measured_a_step(per_step_mib: float, every: int) -> None:
         after_s=0.5,
     )
     assert causes(trace) == ["leak"]
-    assert figure(sentence(trace), r"grows by ([\d.,]+) MiB a step") == pytest.approx(
+    assert figure(sentence(trace), r"grows by ([\d.,]+) MiB per step") == pytest.approx(
         per_step_mib, rel=0.05, abs=0.005
     )
     held = RESERVED_MIB + per_step_mib * count + CONTEXT_MIB

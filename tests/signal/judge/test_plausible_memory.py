@@ -122,7 +122,7 @@ def test_retries_of_a_counter_that_started_anew() -> None:
 def test_requests_a_step_of_a_program_that_started_anew() -> None:
     calls = np.r_[counter(900, 100), counter(900, 100)]
     trace = run(marks=MARKS, expects=["compiled"], **(EAGER | {"allocator_calls": calls}))
-    figure = float(said(trace).split(" memory requests a step")[0].rsplit(" ", 1)[1])
+    figure = float(said(trace).split(" memory requests per step")[0].rsplit(" ", 1)[1])
     assert figure == pytest.approx(900, rel=0.05)
 
 

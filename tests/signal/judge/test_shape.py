@@ -195,7 +195,7 @@ def test_few_readings_are_no_shape(count: int) -> None:
 
 
 def test_words_name_what_was_seen() -> None:
-    assert shape_of("a leak").words == "grows by 12 MiB a second, 797 MiB in 1 min 4 s"
+    assert shape_of("a leak").words == "grows by 12 MiB per second, 797 MiB in 1 min 4 s"
     assert shape_of("two late stairs").words == (
         "grew in 2 rises by 700 MiB in 1 min 4 s and gave nothing back"
     )

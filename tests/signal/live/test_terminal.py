@@ -26,7 +26,7 @@ GIB = 2.0**30
 def view(count: int = 1, verdict: str = "no verdict yet") -> View:
     time_s = np.arange(10.0)
     rows = [DeviceRow(str(n), time_s, np.full(10, 5 * GIB), 141 * GIB) for n in range(count)]
-    return View("train.py", "watched for 3 s", rows, verdict=verdict, rate="10 ms a step")
+    return View("train.py", "watched for 3 s", rows, verdict=verdict, rate="10 ms per step")
 
 
 class Terminal:
@@ -132,7 +132,7 @@ def test_a_log_gets_a_line_each_half_minute_and_what_is_said() -> None:
 
     told = out.getvalue().splitlines()
     assert len(told) == 3
-    assert told[0].endswith("watched for 3 s; GPU 0 5.00/141 GiB ?; 10 ms a step; no verdict yet")
+    assert told[0].endswith("watched for 3 s; GPU 0 5.00/141 GiB ?; 10 ms per step; no verdict yet")
     assert told[-1] == "alert [2J"
 
 

@@ -138,7 +138,7 @@ def test_lines_of_a_log_around_it(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b" \n\0\n\r\n", "is empty"),
         (b"hello world\nhow are you\n", "text that begins with 'hello world'"),
-        (b'[{"step": 1}]', "a JSON document, not one JSON object a line"),
+        (b'[{"step": 1}]', "a JSON document, not one JSON object per line"),
         (b'{\n "a": 1\n}\n', "a JSON document"),
         (b"\x7fELF\x02\x01", "a program"),
         (bz2.compress(b"x" * 99), "bzip2 archive; unpack it first"),

@@ -367,8 +367,8 @@ def test_a_reader_that_breaks_ends_the_recording_and_not_the_program(
     [
         ({"expects": ["compile"]}, "any of compiled, captured"),
         ({"expects": "compiled"}, "a list"),
-        ({"hz": 0}, "samples a second"),
-        ({"hz": 1000}, "samples a second"),
+        ({"hz": 0}, "samples per second"),
+        ({"hz": 1000}, "samples per second"),
     ],
 )
 def test_wrong_options_are_the_users_fault(

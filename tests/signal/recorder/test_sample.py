@@ -194,7 +194,7 @@ def test_a_driver_that_hangs_is_left_behind(
 
 @pytest.mark.parametrize("hz", [0, -1, 101, float("nan")])
 def test_a_rate_that_cannot_be_is_refused(hz: Any) -> None:
-    with pytest.raises(ConfigError, match="samples a second"):
+    with pytest.raises(ConfigError, match="samples per second"):
         DeviceSampler(hz)
 
 
