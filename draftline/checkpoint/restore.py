@@ -14,7 +14,7 @@ from draftline.checkpoint.store import Checkpoint, checkpoint_paths, load_checkp
 from draftline.checkpoint.zlab import fold_embedding_scale, load_zlab, read_config
 from draftline.config.load import build_config
 from draftline.config.schema import Config
-from draftline.config.sections import MOST_TOKENS
+from draftline.config.section import MOST_TOKENS
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.model.drafter.backbone import Drafter, DrafterShape
 from draftline.model.target.identity import digest_in, target_digest

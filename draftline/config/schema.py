@@ -1,7 +1,7 @@
 """The typed, strict configuration of a run.
 
 Unknown keys are errors that name the nearest right key; the keys themselves are described in
-`sections.py` and `training.py`.
+`model.py`, `data.py` and `running.py`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,16 @@ import math
 import yaml
 from pydantic import Field, model_validator
 
-from draftline.config.sections import (
-    MOST_TOKENS,
-    DataSection,
-    DrafterSection,
-    LossSection,
-    RunSection,
-    Section,
-    TargetSection,
-    TopologySection,
-)
-from draftline.config.training import (
+from draftline.config.data import DataSection, FeatureSection
+from draftline.config.model import DrafterSection, LossSection, TargetSection
+from draftline.config.running import (
     EvaluateSection,
-    FeatureSection,
+    RunSection,
     SignalSection,
+    TopologySection,
     TrainSection,
 )
+from draftline.config.section import MOST_TOKENS, Section
 
 # Rows of a tile of the block mask (model/drafter/masks.py, which a configuration does not import).
 _TILE_ROWS = 128

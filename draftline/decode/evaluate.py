@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from draftline.config.training import EvaluateSection
+from draftline.config.running import EvaluateSection
 from draftline.data.builtin import resolve_data
 from draftline.data.chat import REFUSALS, served_prompt
 from draftline.data.conversations import read_conversations

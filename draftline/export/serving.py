@@ -13,7 +13,7 @@ import torch
 
 from draftline.checkpoint.restore import Restored
 from draftline.choices import Choices
-from draftline.config.sections import TargetSection
+from draftline.config.model import TargetSection
 from draftline.export.engines import SGLANG, VLLM, obstacle
 from draftline.export.zlab import DraftedFor, export_zlab
 from draftline.model.target.source import resolve_target

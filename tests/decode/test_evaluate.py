@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from draftline.config.training import EvaluateSection
+from draftline.config.running import EvaluateSection
 from draftline.decode import evaluate as module
 from draftline.decode.evaluate import (
     PlainOutputs,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftline.choices import Choices
-from draftline.config.sections import TargetSection
+from draftline.config.model import TargetSection
 from draftline.errors import ConfigError, FallbackError
 from draftline.export.engines import choose_folding
 from draftline.export.serving import Served, parallel_sizes, serve_lines, serving

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftline.config.sections import TargetSection
+from draftline.config.model import TargetSection
 from draftline.model.head import Head
 from draftline.model.target.architecture import empty_model, keep_language_model
 from draftline.model.target.checkpoint_files import StoredTensor

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from draftline.config.schema import Config
-from draftline.config.sections import MOST_STEPS
+from draftline.config.section import MOST_STEPS
 from draftline.data.packing import PackPlan
 from draftline.data.store import token_lengths
 from draftline.data.tokens import anchor_mask

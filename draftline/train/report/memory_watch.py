@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from draftline.choices import Choices
-from draftline.config.training import SignalSection
+from draftline.config.running import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
 from draftline.signal.judge.verdict import DeviceVerdict, Verdict

@@ -10,7 +10,7 @@ import torch
 
 from draftline.choices import Choices
 from draftline.config.load import build_config
-from draftline.config.sections import TargetSection
+from draftline.config.model import TargetSection
 from draftline.model.target import loading, outline
 from draftline.model.target.outline import TargetOutline, read_outline
 from draftline.model.target.target import Target, load_target

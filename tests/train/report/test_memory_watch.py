@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftline.choices import Choices
-from draftline.config.training import SignalSection
+from draftline.config.running import SignalSection
 from draftline.errors import RunError
 from draftline.runlog import RunLog
 from draftline.signal import monitor

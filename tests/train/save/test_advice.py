@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from draftline.choices import Choices
+from draftline.config.running import SignalSection
 from draftline.config.schema import Config
-from draftline.config.training import SignalSection
 from draftline.errors import ResumeError, RunError
 from draftline.runlog import RunLog
 from draftline.train.loop import train

@@ -1,40 +1,98 @@
-"""The sections of a configuration that say what a run does: features, training, signal, evaluation.
-
-The descriptions are what `draftline config schema` prints.
-"""
+"""The sections that say where and how a run goes: its directory and devices, steps, signal, evaluation."""
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from draftline.config.sections import MOST, MOST_STEPS, MOST_TOKENS, Section, expanded
+from draftline.config.section import MOST, MOST_STEPS, MOST_TOKENS, Section, expanded
 
 
-class FeatureSection(Section):
-    source: Literal["online", "memory", "disk"] = Field(
-        "online",
-        description="online runs the target every step; memory and disk compute every feature once.",
+class RunSection(Section):
+    dir: str = Field("runs/draftline", description="Run directory: log, metrics, checkpoints.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seeds initialisation, data order, anchors and noise."
     )
-    dir: str | None = Field(None, description="Folder of the disk cache; null: inside run.dir.")
-    noise: float = Field(
-        0.0,
-        ge=0,
-        le=1e6,
-        description="Deviation of Gaussian noise on features: absolute, or in units of each "
-        "channel's scale with drafter.feature_scale.",
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+        examples=["auto", "cpu", "cuda", "cuda:0"],
+        description="Device of eval and bench step (auto: cuda:0 where there is one, else cpu), and of "
+        "both sides of a training whose topology names none (auto: all GPUs).",
+    )
+    strict_choices: bool = Field(
+        False, description="Make every recorded fallback an error instead of a warning."
     )
 
     _paths = field_validator("dir")(expanded)
 
-    @model_validator(mode="after")
-    def _check(self) -> FeatureSection:
-        if self.dir is not None and self.source != "disk":
+
+class TopologySection(Section):
+    targets: Literal["auto"] | list[str] = Field(
+        "auto",
+        description="One worker per entry: cpu, cuda:N, or cuda:A+cuda:B for a target that spans "
+        "devices. A device may be named more than once.",
+    )
+    drafters: Literal["auto"] | list[str] = Field(
+        "auto", description="One worker per entry: cpu or cuda:N. A device may be named again."
+    )
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Packs that may wait for one drafter; null: 2, or 1 where it shares its device "
+        "with every target.",
+    )
+    reduction: Literal["auto", "nccl", "ordered"] = Field(
+        "auto",
+        description="How the drafters of one machine sum gradients: nccl needs one GPU each; "
+        "ordered adds them in the drafters' order.",
+    )
+    check_every: int = Field(
+        100,
+        ge=1,
+        le=MOST,
+        description="Steps between comparisons of the drafters' parameter checksums.",
+    )
+    deadline_s: float = Field(
+        600.0,
+        ge=1,
+        le=1e6,
+        description="Seconds without progress after which a worker counts as hung.",
+    )
+
+    @field_validator("targets", "drafters", mode="before")
+    @classmethod
+    def _refuse_a_bare_name(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and value != "auto":
             raise ValueError(
-                f"features.dir={self.dir} clashes with features.source={self.source}: only the "
-                "disk cache has a folder"
+                f"topology.{info.field_name}={value}: give a list, [{value}] for one worker, or auto"
             )
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> TopologySection:
+        for key, names in (("targets", self.targets), ("drafters", self.drafters)):
+            if names == "auto":
+                continue
+            if not names:
+                raise ValueError(f"topology.{key}=[]: at least one worker is needed, or auto")
+            spans = (
+                r"(cpu|cuda:\d{1,3}(\+cuda:\d{1,3})*)"
+                if key == "targets"
+                else r"(cpu|cuda:\d{1,3})"
+            )
+            bad = [name for name in names if not re.fullmatch(spans, name)]
+            if bad:
+                wanted = "cpu, cuda:N or cuda:A+cuda:B" if key == "targets" else "cpu or cuda:N"
+                raise ValueError(f"topology.{key}={bad}: an entry is {wanted}")
         return self
 
 
