@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from draftline.cli.main import main
+from draftline.cli.app import main
 from draftline.runtime.compile.gate import CompileGate
 from draftline.train.pipeline.pipeline import Pipeline
 from draftline.train.step.step import TrainStep

@@ -1,5 +1,5 @@
 """`python -m draftline`."""
 
-from draftline.cli.main import main
+from draftline.cli import main
 
 main()

@@ -10,7 +10,7 @@ import click
 import pytest
 import typer
 
-from draftline.cli.main import app
+from draftline.cli.app import app
 from draftline.config.faults import known_keys
 
 ROOT = Path(__file__).parents[1]

@@ -198,7 +198,7 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
         "library_warnings",
         "data.conversations",
         "data.builtin",
-        "cli.main",
+        "cli.app",
     )
     ground += tuple(
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftline.bench import step as bench_step
 from draftline.bench.step import StepBench, StepTimes, kernel_group
-from draftline.cli.main import app
+from draftline.cli.app import app
 from draftline.config.load import build_config
 from draftline.errors import DeviceError, DraftlineError
 from draftline.runtime.memory import MemoryChange

@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftline.cli.main import main
+from draftline.cli.app import main
 from draftline.errors import TargetError
 from draftline.model.target.facts import read_facts
 from draftline.model.target.target import load_target
@@ -329,7 +329,7 @@ def test_the_first_words_come_before_anything_heavy(prompts: Path, tmp_path: Pat
         "    def find_spec(self, name, *rest):\n"
         "        if name == 'torch': sys.exit('torch is imported now')\n"
         "sys.meta_path.insert(0, Stop())\n"
-        "from draftline.cli.main import main\n"
+        "from draftline.cli.app import main\n"
         "main()"
     )
     words = ["regenerate", prompts, "--out", tmp_path / "out.jsonl"]

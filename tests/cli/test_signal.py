@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.cli.main import main
+from draftline.cli.app import main
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 GRAPH = TRACES / "graph.steps.jsonl.gz"

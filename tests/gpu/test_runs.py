@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from draftline.cli.main import app
+from draftline.cli.app import app
 from draftline.runtime.reduce import Reducer
 from draftline.signal.judge.verdict import judge
 from draftline.signal.readers.read import read_trace

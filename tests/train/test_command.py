@@ -29,7 +29,7 @@ from tests.support.runs import (
 SCRIPT = """
 import sys, threading
 import pytest
-from draftline.cli.main import main
+from draftline.cli.app import main
 from draftline.runtime import workers
 from draftline.train.step.step import TrainStep
 from tests.support.runs import CtrlC, after

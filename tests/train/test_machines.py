@@ -29,7 +29,7 @@ WAIT_S = 300.0
 SCRIPT = """
 import os
 import pytest
-from draftline.cli.main import main
+from draftline.cli.app import main
 from draftline.train.step.step import TrainStep
 from tests.support.runs import CtrlC, after
 

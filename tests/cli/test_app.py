@@ -17,7 +17,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from draftline.cli.main import main
+from draftline.cli.app import main
 from draftline.train.step.step import TrainStep
 from tests.support.runs import before, events
 
@@ -316,7 +316,7 @@ def test_a_command_speaks_before_it_loads_anything_large(command: str, config: P
     code = (
         "import sys; sys.modules['torch'] = None\n"
         f"sys.argv = ['draftline', *{[*command.split(), str(config)]!r}]\n"
-        "from draftline.cli.main import main\nmain()"
+        "from draftline.cli.app import main\nmain()"
     )
     if command == "export":
         code = code.replace("]\nfrom", ", 'out']\nfrom")
@@ -366,7 +366,7 @@ def test_commands_and_options_that_do_not_exist_are_corrected(run: Run, config: 
 def test_shells_complete_commands_and_options(words: str, offered: str) -> None:
     """As bash asks; nothing heavy is loaded for it."""
     code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-    code += "sys.argv = ['draftline']\nfrom draftline.cli.main import main\nmain()"
+    code += "sys.argv = ['draftline']\nfrom draftline.cli.app import main\nmain()"
     asked = {
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split()) - 1),

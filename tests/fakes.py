@@ -1,0 +1,3 @@
+"""The tiny targets, by the name under which reproductions of reported faults import them."""
+
+from support.fakes import *  # noqa: F403
