@@ -39,8 +39,9 @@ def choose_mask_token(
     An explicit id is checked. Otherwise the first that qualifies of: the tokenizer's mask token or a
     token named like one; the first row behind the tokenizer's vocabulary, where the embedding is
     padded; the last special token that neither ends, begins nor pads a text nor stands in the chat
-    template. To qualify, the row must exist, be finite and not zero, and the token must not occur in
-    the training tokens, whose counts `used [vocab]` are given. Raises ConfigError.
+    template; as a fallback that is recorded, the last token of any kind. To qualify, the row must
+    exist, be finite and not zero, and the token must not occur in the training tokens, whose counts
+    `used [vocab]` are given. Raises ConfigError.
     """
     rows = target.embedding.shape[0]
     if explicit is not None:
@@ -57,19 +58,33 @@ def choose_mask_token(
                 "drafter.mask_token_id", wanted="automatic", got=str(token_id), reason=reason
             )
             return token_id
-    raise ConfigError(
-        "drafter.mask_token_id cannot be chosen: the target has no unused embedding row or special "
-        f"token; set an id of 0..{rows - 1} that never occurs in your data"
-        f"{_suggestion(target, used)}"
+    last = _last_free(target, used)
+    if last is None:
+        raise ConfigError(
+            "drafter.mask_token_id cannot be chosen: every embedding row of the target is of a token "
+            "that occurs in the training data, begins, ends or pads a text, or is empty; leave out rows "
+            "with rare tokens, or take a target with a spare embedding row"
+        )
+    choices.record(
+        "drafter.mask_token_id",
+        wanted="an unused embedding row or special token",
+        got=str(last),
+        reason="the target has none; this is an ordinary token that the training data never hold, and "
+        "where a text holds it the drafter takes it for an empty slot",
+        fallback=True,
     )
+    return last
+
+
+def _last_free(target: Vocabulary, used: NDArray[np.int64]) -> int | None:
+    """The last id that qualifies, which is the rarest in most vocabularies."""
+    ids = reversed(range(target.embedding.shape[0]))
+    return next((token_id for token_id in ids if _problem(target, token_id, used) is None), None)
 
 
 def _suggestion(target: Vocabulary, used: NDArray[np.int64]) -> str:
-    """The last id that qualifies, which is the rarest in most vocabularies."""
-    for token_id in reversed(range(target.embedding.shape[0])):
-        if _problem(target, token_id, used) is None:
-            return f", such as {token_id}"
-    return "; every one occurs in it, ends or pads a text, or is empty"
+    last = _last_free(target, used)
+    return "" if last is None else f", such as {last}"
 
 
 def _candidates(target: Vocabulary) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftline.choices import Choices
-from draftline.errors import ConfigError
+from draftline.errors import ConfigError, FallbackError
 from draftline.model.drafter.vocabulary import (
     check_mask_row,
     choose_draft_vocabulary,
@@ -78,17 +78,30 @@ def test_the_last_unused_special_token_is_the_last_resort() -> None:
     assert choose(target_with(later, VOCAB_SIZE + 1))[0] == VOCAB_SIZE
     used = UNUSED.copy()
     used[SPARE] = 3
-    with pytest.raises(ConfigError, match=rf"no unused .*0..{VOCAB_SIZE - 1}"):
+    for spent in (
+        choose(target, used=used),
+        choose(target_with(tiny_tokenizer(), stop=(2, SPARE))),
+    ):
+        assert spent[0] == VOCAB_SIZE - 1
+
+
+def test_an_ordinary_token_that_the_data_never_hold_is_a_fallback() -> None:
+    used = np.ones(VOCAB_SIZE, np.int64)
+    target = target_with(tiny_tokenizer())
+    with pytest.raises(ConfigError, match="cannot be chosen"):
         choose(target, used=used)
-    with pytest.raises(ConfigError, match="no unused"):
-        choose(target_with(tiny_tokenizer(), stop=(2, SPARE)))
+    used[[20, 30]] = 0
+    chosen, choices = choose(target, used=used)
+    assert chosen == 30
+    assert choices.entries[0].fallback
+    with pytest.raises(FallbackError, match="ordinary token"):
+        choose_mask_token(target, None, used, Choices(strict=True))
 
 
 def test_a_token_in_any_of_several_templates_is_not_spare() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tools": "<|spare|>"}
-    with pytest.raises(ConfigError, match="no unused"):
-        choose(target_with(tokenizer))
+    assert choose(target_with(tokenizer))[0] == VOCAB_SIZE - 1
 
 
 def test_a_mask_token_of_the_training_text_does_not_qualify() -> None:
