@@ -208,7 +208,7 @@ def test_what_fits_exactly_is_allowed_and_a_cpu_is_not_judged(inputs: Any) -> No
 def test_the_table_groups_equal_devices_and_drops_empty_parts(inputs: Any) -> None:
     placement = Placement((gpus(0), gpus(1)), gpus(2), (2,))
     heading, targets, drafter = memory_table(device_memory(config(), inputs, placement, GPUS))
-    assert heading.split()[:4] == ["GiB", "a", "device", "target"]
+    assert heading.split()[:4] == ["GiB", "per", "device", "target"]
     assert "average" not in heading
     assert targets.startswith("cuda:0 to 1 ")
     assert drafter.startswith("cuda:2 ")
