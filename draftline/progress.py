@@ -14,11 +14,6 @@ log = logging.getLogger(__name__)
 QUIET_S = 10.0
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 row`, `2 rows`."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
 class Job:
     """One piece of work; `reached` is told how far it is."""
 

@@ -27,6 +27,7 @@ _SIGNAL_GROUND = tuple(
 )
 # Lowest first: a room may import itself and what stands in its entry, and an entry names lower rooms only.
 _GROUND = {
+    "amounts",
     "errors",
     "environment",
     "choices",
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "environment": set(),
     "files": set(),
     "library_warnings": set(),
+    "amounts": set(),
     "progress": set(),
     "stopping": set(),
     "choices": {"errors"},

@@ -85,7 +85,7 @@ class PipelineBench:
 def bench_pipeline(config: Config, *, steps: int) -> PipelineBench:
     """Runs `steps` steps as `config` places them; raises the errors of such a run."""
     choices = Choices()
-    available = visible_devices()
+    available = visible_devices(choices)
     facts = open_facts(config, device_type(config, available))
     placement = place(config, facts, available, choices)
     inputs = _inputs(config, facts)

@@ -62,7 +62,7 @@ def plan_command(
         from draftline.train.plan.plan import plan_run
 
     choices = Choices(strict=loaded.run.strict_choices)
-    available = visible_devices() if devices is None else parse_devices(devices)
+    available = visible_devices(choices) if devices is None else parse_devices(devices)
     inputs = prepare(loaded, choices, available, estimate=True)
     placement = place(loaded, inputs.facts, available, choices, nodes=nodes)
     packs = epoch_packs(loaded, inputs.samples, 0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftline.amounts import counted
 from draftline.errors import ConfigError, UserError
-from draftline.progress import counted
 
 if TYPE_CHECKING:
     from draftline.data.conversations import Conversation

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from draftline.config.section import MOST, MOST_TOKENS, Section, expanded
 

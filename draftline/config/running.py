@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from draftline.config.section import MOST, MOST_STEPS, MOST_TOKENS, Section, expanded
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 # What counts fit into wherever they go: 32-bit indices of kernels, 64-bit seeds, eight digits of a

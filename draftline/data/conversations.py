@@ -185,8 +185,10 @@ def _say_lost(
 ) -> None:
     """Warns of each file of which nothing is used, and of the first line that is no JSON."""
     used = {conversation.origin.rpartition(":")[0] for conversation in kept}
-    for path in map(str, paths):
-        lost = [reject for reject in rejects if reject.file == path]
+    rejected: dict[str, list[Reject]] = {str(path): [] for path in paths}
+    for reject in rejects:
+        rejected[reject.file].append(reject)
+    for path, lost in rejected.items():
         if lost and path not in used:
             log.warning("%s: none of its rows is used: %s", path, describe_rejects(lost))
         elif broken := [reject for reject in lost if reject.reason == "not_json"]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from draftline.amounts import counted
 from draftline.data.conversations import Conversation
 from draftline.data.generated import normal_arguments
 from draftline.decode.dialogue import questions
 from draftline.errors import ConfigError, DataError
 from draftline.files import irregular
-from draftline.progress import counted
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from draftline.config.model import TargetSection
 from draftline.export.engines import SGLANG, VLLM, obstacle
 from draftline.export.zlab import DraftedFor, export_zlab
 from draftline.model.target.source import resolve_target
+from draftline.model.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,18 @@ def export_drafter(
 ) -> list[str]:
     """Writes `restored` to the directory `out` and returns `serve_lines` of it.
 
-    Raises TargetError where it was trained for another target than `target`, and as `export_zlab`.
+    Raises TargetError where it was trained for another target than `target`, and as `export_zlab`. Weights
+    that are another target's, as `target.path` asked, or are not read, are recorded.
     """
-    restored.check_target(target)
+    another = restored.check_target(target)
+    if another or (restored.target_digest is not None and not isinstance(target, Target)):
+        choices.record(
+            "target.weights",
+            wanted="those that the drafter was trained with",
+            got="another target's" if another else "not compared",
+            reason=another
+            or "an export reads the target's shape alone; draftline eval compares them",
+        )
     export_zlab(
         restored.drafter(torch.device("cpu"), torch.float32),
         target,

@@ -57,7 +57,11 @@ class StaticKV:
         """Copies what lies at `source [rows, tokens]` to `slots [rows, tokens]`, in every layer."""
         for buffer in (*self._keys.values(), *self._values.values()):
             tokens = buffer.transpose(1, 2)
-            tokens[self._row_index, slots] = tokens[self._row_index, source]
+            tokens[self._place(slots, buffer)] = tokens[self._place(source, buffer)]
+
+    def _place(self, slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and `slots` as an index of `buffer`: a target that spans devices has layers on each."""
+        return self._row_index.to(buffer.device), slots.to(buffer.device)
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *sent: object, **named: object
@@ -79,8 +83,7 @@ class StaticKV:
             if self._written is None:
                 buffer[:, :, : self._visible] = new
             else:
-                # Layers of a target that spans devices keep their part on their own.
-                place = self._row_index.to(buffer.device), self._written.to(buffer.device)
+                place = self._place(self._written, buffer)
                 buffer.transpose(1, 2)[place] = new.transpose(1, 2)
         return (
             self._keys[layer_idx][:, :, : self._visible],

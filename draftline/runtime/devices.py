@@ -34,17 +34,23 @@ class DeviceFacts:
     free_bytes: int
 
 
-def visible_devices() -> tuple[DeviceFacts, ...]:
+def visible_devices(choices: Choices) -> tuple[DeviceFacts, ...]:
     """Every GPU that this process can use, by index; empty on a machine without.
 
     The driver is asked, since CUDA would take some hundred MiB on every GPU that it is asked about, a
-    neighbour's included. Where the driver's answer may not be CUDA's, CUDA is asked all the same.
+    neighbour's included. Where the driver's answer may not be CUDA's, CUDA is asked all the same, which
+    is recorded.
     """
     count = torch.cuda.device_count()
     found = _ask_driver() if count else ()
     if len(found) == count:
         return found
-    log.info("devices: the driver does not say which GPUs CUDA shows, so CUDA is asked on each")
+    choices.record(
+        "devices",
+        wanted="the driver's list of GPUs",
+        got="CUDA's, asked on each GPU",
+        reason="the driver does not say which GPUs CUDA shows",
+    )
     return tuple(_ask_cuda(index) for index in range(count))
 
 

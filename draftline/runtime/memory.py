@@ -26,15 +26,6 @@ class MemoryChange:
         return not (self.reserved_change_bytes or self.device_allocations or self.retries)
 
 
-def sized(count: int) -> str:
-    """`count` bytes in GiB, or in the unit that shows so few, such as `1.50 GiB` or `12.3 KiB`."""
-    if count >= 10 << 20:
-        return f"{count / 2**30:.2f} GiB"
-    if count >= 1 << 20:
-        return f"{count / 2**20:.1f} MiB"
-    return f"{count / 2**10:.1f} KiB" if count >= 1 << 10 else f"{count} bytes"
-
-
 class MemoryBaseline:
     """The allocators' counters of some CUDA devices at one moment; other devices are left out."""
 

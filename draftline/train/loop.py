@@ -65,7 +65,7 @@ def train(
     parts; a failed step raises RunError and leaves the last checkpoint.
     """
     choices = choices or Choices(strict=config.run.strict_choices)
-    available = visible_devices()
+    available = visible_devices(choices)
     kind = device_type(config, available)
     assert kind in ("cpu", "cuda")
     nodes = Nodes.from_environment(kind, config.topology.deadline_s)  # type: ignore[arg-type]

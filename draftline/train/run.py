@@ -77,7 +77,7 @@ def plan_here(
     """The plan of a run on this machine, said line by line; raises what refuses it."""
     began = time.perf_counter()
     machines = 1 if nodes is None else nodes.count
-    available = visible_devices()
+    available = visible_devices(choices)
     placement = place(config, inputs.facts, available, choices, nodes=machines)
     # The first epoch's packs are needed twice, by the plan and by the feed.
     packs_of = lru_cache(maxsize=2)(partial(epoch_packs, config, inputs.samples))

@@ -92,12 +92,12 @@ def test_visible_gpus_are_listed_without_a_context_on_any(gpus: pytest.MonkeyPat
         DeviceFacts(name, 140 * GIB, 136 * GIB),
         DeviceFacts(name, GIB, GIB - MIB),
     )
-    assert visible_devices() == (first, second)
+    assert visible_devices(Choices()) == (first, second)
     gpus.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-aa")
-    assert visible_devices() == (second, first)
+    assert visible_devices(Choices()) == (second, first)
     assert fake.open == 0
     gpus.setattr(torch.cuda, "device_count", lambda: 0)
-    assert visible_devices() == ()
+    assert visible_devices(Choices()) == ()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,12 @@ def test_cuda_is_asked_where_the_driver_does_not_say(
     gpus.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=f"gpu {index}")
     )
-    assert visible_devices() == (DeviceFacts("gpu 0", 100, 10), DeviceFacts("gpu 1", 101, 11))
+    choices = Choices()
+    assert visible_devices(choices) == (
+        DeviceFacts("gpu 0", 100, 10),
+        DeviceFacts("gpu 1", 101, 11),
+    )
+    assert [entry.what for entry in choices.entries] == ["devices"]
 
 
 ALIKE, UNLIKE = ["H200", "H200", "H200"], ["L4", "H200", "H200"]

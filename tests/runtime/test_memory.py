@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftline.runtime.memory import MemoryBaseline, MemoryChange, sized
+from draftline.amounts import sized
+from draftline.runtime.memory import MemoryBaseline, MemoryChange
 
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 

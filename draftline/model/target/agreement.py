@@ -9,9 +9,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from draftline.amounts import counted
 from draftline.errors import TargetError
 from draftline.model.target.checkpoint_files import StoredTensor
-from draftline.progress import counted
 
 # Beside the language model: further prediction layers, encoders and what joins them to it, heads
 # that judge. None of it is passed by text on its way to the next token.

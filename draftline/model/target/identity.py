@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 from draftline.model.target.target import Target
 
@@ -22,9 +23,14 @@ def target_digest(target: Target) -> str:
     for tensor in [target.embedding, *target.parameters()]:
         if target.dequantised and tensor.ndim > 1 and tensor is not target.embedding:
             continue
-        some = tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES)]
-        digest.update(some.to(torch.bfloat16).float().cpu().numpy().tobytes())
+        digest.update(some_values(tensor.detach(), torch.bfloat16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def some_values(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values spread over `tensor`, float32 `[some]` on the host, rounded to `dtype`."""
+    some = tensor.flatten()[:: max(1, tensor.numel() // _VALUES)]
+    return some.to(dtype).float().cpu()
 
 
 def digest_in(key: str) -> str | None:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from draftline.amounts import counted, sized
 from draftline.config.schema import Config
 from draftline.data.heldout import count_conversations
-from draftline.progress import counted
-from draftline.runtime.memory import sized
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.inputs import Inputs
 from draftline.train.plan.start import heldout_packs

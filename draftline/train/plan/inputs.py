@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftline.amounts import counted
 from draftline.choices import Choices
 from draftline.config.schema import Config
 from draftline.data.builtin import resolve_data
@@ -31,10 +32,10 @@ from draftline.model.drafter.backbone import DrafterShape
 from draftline.model.drafter.init import build_shape
 from draftline.model.drafter.vocabulary import choose_draft_vocabulary, choose_mask_token
 from draftline.model.target.facts import TargetFacts, read_facts
-from draftline.model.target.identity import target_digest
+from draftline.model.target.identity import some_values, target_digest
 from draftline.model.target.outline import TargetOutline, read_outline
 from draftline.model.target.target import Target, load_target
-from draftline.progress import counted, doing
+from draftline.progress import doing
 from draftline.runtime.devices import DeviceFacts, pick_device, visible_devices
 from draftline.train.plan.placement import device_type, target_spans
 
@@ -130,7 +131,7 @@ def evaluation_devices(config: Config, choices: Choices) -> tuple[torch.device, 
     """Where the target of `config` decodes: on run.device, and where that is auto, over the devices that
     topology.targets lets its first worker span, or over as many GPUs as its weights need."""
     if config.run.device == "auto":
-        spans = target_spans(config, visible_devices(), lambda: open_facts(config, "cuda"))
+        spans = target_spans(config, visible_devices(choices), lambda: open_facts(config, "cuda"))
         if len(spans) > 1:
             choices.record(
                 "run.device",
@@ -183,7 +184,7 @@ def prepare(
     directory without a tokenizer is a TargetError, unless `estimate` allows guessed lengths. `today`
     is the date of a chat template that writes one, where data.date gives none; by default the clock's.
     """
-    kind = device_type(config, visible_devices() if available is None else available)
+    kind = device_type(config, visible_devices(choices) if available is None else available)
     with doing("reading data.train"):
         reading = read_conversations([p for name in config.data.train for p in resolve_data(name)])
     with doing(f"reading {config.target.path}: configuration and tokenizer"):
@@ -414,11 +415,8 @@ def feature_key(config: Config, samples: Sequence[Sample], target: Target) -> st
     digest.update(_arithmetic(target.text_config).encode())
     # Of the target its weights count, not its path: files may move, or change behind a name. Some
     # values of every tensor are enough, since any further training moves nearly all of them.
-    # On the host before they are joined: a target may span devices.
-    some = [
-        p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu() for p in target.parameters()
-    ]
-    digest.update(torch.cat(some).numpy().tobytes())
+    for parameter in target.parameters():
+        digest.update(some_values(parameter.detach()).numpy().tobytes())
     for sample in samples:
         digest.update(sample.input_ids.tobytes())
         digest.update(b"|")

@@ -8,10 +8,10 @@ from itertools import groupby
 
 import torch
 
+from draftline.amounts import sized
 from draftline.config.schema import Config
 from draftline.errors import DeviceError
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
-from draftline.runtime.memory import sized
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.heldout_cost import heldout_bytes
 from draftline.train.plan.inputs import Inputs

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from draftline.amounts import counted, sized
 from draftline.config.schema import Config
 from draftline.config.section import MOST_STEPS
 from draftline.data.packing import PackPlan
 from draftline.data.store import token_lengths
 from draftline.data.tokens import anchor_mask
 from draftline.errors import ConfigError
-from draftline.progress import counted
 from draftline.runtime.devices import DeviceFacts, free_host_bytes
-from draftline.runtime.memory import sized
 from draftline.train.features.cache import feature_size
 from draftline.train.plan.heldout_cost import HeldOutCost, heldout_cost
 from draftline.train.plan.inputs import Inputs
